@@ -1,0 +1,211 @@
+"""The command line: from arguments to a `TrainConfig`.
+
+tyro turns the typed sections into options and values. Around it stands what the ModelZoo guides expect and tyro does
+not do: aliases, `--flag=True`, one error line that names the nearest option, and limits of the numbers.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import typing
+from collections.abc import Iterator, Sequence
+
+import tyro
+
+from image_classification.checkpoint import read_checkpoint, saved_config
+from image_classification.config import DistributedConfig, RunConfig, TrainConfig
+from image_classification.data import DataLayout, detect_layout
+from image_classification.recipes import recipe
+from mmcls.utils.errors import RequestError
+
+ALIASES = {
+    "data": "data_path",
+    "b": "batch_size",
+    "a": "arch",
+    "learning_rate": "lr",
+    "j": "workers",
+    "p": "print_freq",
+    "wd": "weight_decay",
+    "warmup_epochs": "warmup",
+    "e": "evaluate",
+    "device_list": "gpu",
+}
+NOT_AVAILABLE = ("mixup", "loss_scale", "static_loss_scale", "dynamic_loss_scale")
+PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
+DEFAULT_PORT = 29500
+
+# Smallest allowed values; `>` where the value itself is not allowed.
+LIMITS = {
+    "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "synthetic_images": ">=1", "num_classes": ">=1",
+    "width_multiplier": ">0", "lr": ">=0", "lr_per_256": ">=0", "momentum": ">=0", "weight_decay": ">=0",
+    "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "gamma": ">0",
+    "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
+    "seed": ">=0", "print_freq": ">=1", "throughput_warmup_steps": ">=0",
+}  # fmt: skip
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
+    """Parses the arguments (without the program's name) and looks at the data they name.
+
+    Parsed twice: the first pass finds what the defaults of the second come from, the recipe that fits the data or,
+    with --resume, the run that is continued.
+
+    Raises:
+        RequestError: an unknown option, a bad value or data that is not there.
+        SystemExit: 0 after `--help`.
+    """
+    options = list(_options(argv))
+    given = _parse_values(options, TrainConfig())
+    if given.run.resume:
+        config = _parse_values(options, _continued(given.run.resume))
+        layout = detect_layout(config.data.data_path, config.data.allow_empty_classes)
+    else:
+        layout = detect_layout(given.data.data_path, given.data.allow_empty_classes)
+        config = _parse_values(options, recipe(given.run.recipe, layout.kind, layout.small_images))
+    _check(config)
+    return config, layout
+
+
+def _continued(path: str) -> TrainConfig:
+    """The configuration of the run that a checkpoint is from, less what belongs to that machine and command."""
+    saved = saved_config(read_checkpoint(path), path)
+    run = RunConfig(recipe=saved.run.recipe, seed=saved.run.seed, print_freq=saved.run.print_freq)
+    return dataclasses.replace(
+        saved, data=dataclasses.replace(saved.data, workers=None), distributed=DistributedConfig(), run=run
+    )
+
+
+def _fields() -> dict[str, type]:
+    """The type of each option by its name, over all sections."""
+    return {
+        name: hint
+        for section in typing.get_type_hints(TrainConfig).values()
+        for name, hint in typing.get_type_hints(section).items()
+    }
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Splits arguments into (option, value) pairs with canonical names; a flag without value is `True`."""
+    fields = _fields()
+    remaining = list(argv)
+    while remaining:
+        token = remaining.pop(0)
+        if token in ("-h", "--help"):
+            tyro.cli(TrainConfig, args=["--help"], config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
+        if not token.startswith("-"):
+            raise RequestError(token, "not an option", "write --option=value; --help lists the options")
+        written, has_value, value = token.partition("=")
+        name = written.lstrip("-").replace("-", "_")
+        name = ALIASES.get(name, name)
+        takes_no_value = name == "amp" or fields.get(name) is bool
+        if not has_value and takes_no_value:
+            value = remaining.pop(0) if remaining and remaining[0] in ("True", "False", "true", "false") else "True"
+        elif not has_value:
+            if name in NOT_AVAILABLE or name not in {*fields, "addr", "precision_mode", "local_rank"}:
+                raise _unknown(written, name, fields)
+            if not remaining or remaining[0].startswith("--"):
+                raise RequestError(written, "needs a value", f"write {written}=VALUE")
+            value = remaining.pop(0)
+        yield from _canonical(written, name, value, fields)
+
+
+def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> Iterator[tuple[str, str]]:
+    if not value.strip():
+        raise RequestError(f"{written}=", "the value is empty", "give a value or leave the option out")
+    if name == "addr":
+        yield "dist_url", f"tcp://{value}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
+    elif name == "amp":
+        if value.lower() == "true":
+            yield "opt_level", "O2"
+    elif name == "precision_mode":
+        if value not in PRECISION_MODES:
+            raise RequestError(f"{written}={value}", "unknown mode", f"take {' or '.join(PRECISION_MODES)}")
+        yield "opt_level", PRECISION_MODES[value]
+    elif name == "local_rank":
+        # Older launchers pass it beside the environment variable; the variable is what counts.
+        if os.environ.get("LOCAL_RANK") != value:
+            raise RequestError(f"{written}={value}", "LOCAL_RANK is not set to it", "start by torchrun or a launcher")
+    elif name in fields:
+        yield name, value
+    else:
+        raise _unknown(written, name, fields)
+
+
+def _unknown(written: str, name: str, fields: dict[str, type]) -> RequestError:
+    if name in NOT_AVAILABLE:
+        return RequestError(written, "this version does not have it", "leave it out")
+    names = {other: f"--{other}" for other in (*fields, *ALIASES, "addr", "amp", "precision_mode") if len(other) > 1}
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return RequestError(written, "unknown option", f"did you mean {names[nearest[0]]}? --help lists the options")
+
+
+def _parse_values(options: Sequence[tuple[str, str]], default: TrainConfig) -> TrainConfig:
+    fields = _fields()
+    arguments = {}
+    for name, value in options:
+        arguments[name] = _tyro_arguments(name, value, fields[name])
+    try:
+        return _tyro(sum(arguments.values(), []), default)
+    except SystemExit:
+        for name, value in options:
+            try:
+                _tyro(arguments[name], default)
+            except SystemExit:
+                raise RequestError(f"--{name}={value}", "not a valid value", _expected(name, fields[name])) from None
+        raise
+
+
+def _tyro(arguments: list[str], default: TrainConfig) -> TrainConfig:
+    # tyro's boxes of several lines are dropped: one line of ours says which option it was.
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        return tyro.cli(TrainConfig, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _tyro_arguments(name: str, value: str, hint: type) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    if hint is bool:
+        flags = {"true": [option], "false": [option.replace("--", "--no-", 1)]}
+        if value.lower() not in flags:
+            raise RequestError(f"--{name}={value}", "not a valid value", "take True or False")
+        return flags[value.lower()]
+    if typing.get_origin(hint) is tuple:
+        return [option, *value.replace(",", " ").split()]
+    return [f"{option}={value}"]
+
+
+def _expected(name: str, hint: type) -> str:
+    choices = [choice for part in (hint, *typing.get_args(hint)) for choice in typing.get_args(part)]
+    if typing.Literal in {typing.get_origin(part) for part in (hint, *typing.get_args(hint))}:
+        return "take " + ", ".join(str(choice) for choice in choices if isinstance(choice, str))
+    kinds = {int: "a whole number", float: "a number", bool: "True or False"}
+    for kind, text in kinds.items():
+        if kind in (hint, *typing.get_args(hint)):
+            return f"take {text}"
+    return f"see --help for --{name}"
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuses numbers outside their limits and options that contradict each other."""
+    values = {
+        item.name: getattr(section, item.name)
+        for section in (getattr(config, field.name) for field in dataclasses.fields(config))
+        for item in dataclasses.fields(section)
+    }
+    for name, limit in LIMITS.items():
+        value, bound = values[name], float(limit.lstrip(">="))
+        if value is not None and not (value >= bound if ">=" in limit else value > bound):
+            raise RequestError(f"--{name}={value}", f"must be {limit}", "change it")
+    if config.optim.label_smoothing >= 1:
+        raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")
+    if config.run.resume and config.run.pretrained:
+        raise RequestError("--pretrained", "given together with --resume", "give one of them")
+    if config.run.evaluate and not (config.run.resume or config.run.pretrained):
+        raise RequestError("--evaluate", "there are no weights to validate", "give --resume=PATH or --pretrained=PATH")
+    if config.distributed.rank >= config.distributed.world_size:
+        raise RequestError(
+            f"--rank={config.distributed.rank}",
+            f"there are {config.distributed.world_size} machines (--world_size), numbered from 0",
+            "give each machine its own number",
+        )

@@ -1,0 +1,26 @@
+"""The images: which data set a path holds, its images and labels, and batches of them on the device.
+
+    layouts    what --data_path names, checked before any rank is started
+    datasets   opens it: cifar (with archive), folder (with decode), arrays (digits, synthetic)
+    loader     batches for one rank; order and augment are its pure functions
+"""
+
+from image_classification.data.arrays import ArrayDataset
+from image_classification.data.datasets import Datasets, open_datasets
+from image_classification.data.decode import ImageReadError
+from image_classification.data.folder import FolderDataset
+from image_classification.data.layouts import DataLayout, detect_layout, prepare_data
+from image_classification.data.loader import EvalLoader, TrainLoader
+
+__all__ = [
+    "ArrayDataset",
+    "DataLayout",
+    "Datasets",
+    "EvalLoader",
+    "FolderDataset",
+    "ImageReadError",
+    "TrainLoader",
+    "detect_layout",
+    "open_datasets",
+    "prepare_data",
+]

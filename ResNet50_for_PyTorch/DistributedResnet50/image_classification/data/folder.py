@@ -1,0 +1,240 @@
+"""Image folders: `train/<class>/` and `val/<class>/`, the layout of ImageNet and of most people's own pictures."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from image_classification.data import augment
+from image_classification.data.decode import (
+    DECODE_ERRORS,
+    ENDINGS,
+    ImageReadError,
+    failure_reason,
+    read_rgb,
+    read_size,
+)
+from image_classification.data.order import image_generator
+from mmcls.utils.errors import RequestError
+
+BIG_IMAGE_SIZE = 224
+SMALL_SHORT_SIDE = 96
+"""Pictures up to this short side are trained at their own size instead of BIG_IMAGE_SIZE."""
+PROBES = 9
+NAMES_SHOWN = 5
+
+
+def shorten(names: Iterable[str]) -> str:
+    """The first five names and how many there are: fits one line of an error, whatever the names hold."""
+    names = list(names)
+    # A line break in a file's name must not break the line.
+    shown = ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in names[:NAMES_SHOWN])
+    return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names):,} in all)"
+
+
+@dataclass(frozen=True)
+class FolderScan:
+    """What a look at the folders says, without listing every picture.
+
+    Args:
+        class_names: the class folders of train/, sorted; a class's label is its place here.
+        image_size: size to train at unless the user gives one, in pixels.
+        small_images: the pictures are small (CIFAR-like), so they are not cropped to a part of their area.
+        warnings: one line each.
+    """
+
+    class_names: tuple[str, ...]
+    image_size: int
+    small_images: bool
+    warnings: tuple[str, ...]
+
+
+def scan_folders(root: Path, allow_empty_classes: bool) -> FolderScan:
+    """Checks the class folders of train/ and val/ and probes a few pictures for their size.
+
+    Raises:
+        RequestError: no class folders, an empty class, a class of val/ that train/ does not have, nothing readable.
+    """
+    classes, loose, hidden = _list_split(root / "train")
+    val_classes, val_loose, val_hidden = _list_split(root / "val")
+    warnings = []
+    dotted = [f"train/{name}" for name in hidden] + [f"val/{name}" for name in val_hidden]
+    if dotted:
+        warnings.append(f"ignored names that begin with a dot: {shorten(dotted)}")
+    for split, names in (("train", loose), ("val", val_loose)):
+        if names:
+            warnings.append(f"{split}/ has images outside its class folders, ignored: {shorten(names)}")
+
+    first_images = {name: _first_image(root / "train" / name) for name in classes}
+    _check_train(root, first_images, loose, allow_empty_classes)
+    empty = [name for name, image in first_images.items() if image is None]
+    if empty:
+        warnings.append(f"train/ has no image in: {shorten(empty)}")
+    without_val = _check_val(root, classes, val_classes, val_loose)
+    if without_val:
+        warnings.append(f"val/ has no image in: {shorten(without_val)}")
+
+    side = _typical_short_side(root, [image for image in first_images.values() if image is not None])
+    small = side <= SMALL_SHORT_SIDE
+    size = max(8, int(side / 8 + 0.5) * 8) if small else BIG_IMAGE_SIZE
+    return FolderScan(tuple(classes), size, small, tuple(warnings))
+
+
+def _list_split(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Class folders, loose images and dot-names of train/ or val/, each sorted."""
+    classes, loose, hidden = [], [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                hidden.append(entry.name)
+            elif entry.is_dir():
+                classes.append(entry.name)
+            elif _is_image_name(entry.name):
+                loose.append(entry.name)
+    return sorted(classes), sorted(loose), sorted(hidden)
+
+
+def _is_image_name(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in ENDINGS
+
+
+def _images_below(folder: Path, prefix: str = "", hidden: list[str] | None = None) -> Iterator[str]:
+    """Paths of the images below a class folder, relative to it, in the order of the disk.
+
+    Names that begin with a dot are left out, and added to `hidden`.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                if hidden is not None:
+                    hidden.append(entry.path)
+            # Links to folders are not followed: they can lead back here.
+            elif entry.is_dir(follow_symlinks=False):
+                yield from _images_below(Path(entry.path), f"{prefix}{entry.name}/", hidden)
+            elif _is_image_name(entry.name):
+                yield prefix + entry.name
+
+
+def _first_image(folder: Path) -> Path | None:
+    name = next(_images_below(folder), None)
+    return None if name is None else folder / name
+
+
+def _check_train(root: Path, first_images: dict[str, Path | None], loose: list[str], allow_empty: bool) -> None:
+    subject = f"--data_path={root}"
+    empty = [name for name, image in first_images.items() if image is None]
+    if len(empty) == len(first_images):
+        found = f"train/ has {len(loose):,} images but no class folders" if loose else "train/ has no images"
+        raise RequestError(subject, found, "put them into train/<class>/ and val/<class>/, a folder for each class")
+    if empty and not allow_empty:
+        raise RequestError(
+            subject,
+            f"train/ has no image in {len(empty)} of {len(first_images)} class folders: {shorten(empty)}",
+            "remove or fill them, or pass --allow_empty_classes to keep their labels"
+            f" (images end in {' '.join(sorted(ENDINGS))})",
+        )
+
+
+def _check_val(root: Path, classes: list[str], val_classes: list[str], loose: list[str]) -> list[str]:
+    """Returns the classes that val/ has no image of."""
+    subject = f"--data_path={root}"
+    unknown = sorted(set(val_classes) - set(classes))
+    filled = [name for name in val_classes if _first_image(root / "val" / name)]
+    if not filled:
+        found = f"val/ has {len(loose):,} images but no class folders" if loose else "val/ has no images"
+        raise RequestError(subject, found, "sort them into val/<wnid>/ (see README.md, your own pictures)")
+    if unknown:
+        raise RequestError(
+            subject,
+            f"val/ has class folders that train/ does not have: {shorten(unknown)}",
+            "give train/ and val/ the same class folders",
+        )
+    return sorted(set(classes) - set(filled))
+
+
+def _typical_short_side(root: Path, images: list[Path]) -> float:
+    """Median short side in pixels of a few images, spread over the classes."""
+    sides, failed = [], []
+    for path in images[:: max(1, len(images) // PROBES)]:
+        try:
+            sides.append(min(read_size(path)))
+        except DECODE_ERRORS as error:
+            failed.append(f"{path} ({failure_reason(path, error)})")
+    if not sides:
+        raise RequestError(
+            f"--data_path={root}", f"none of the images tried can be read: {shorten(failed)}", "replace them"
+        )
+    return median(sides)
+
+
+class FolderDataset(Dataset):
+    """The images of train/ or val/, decoded when they are asked for.
+
+    Item i is `([3, size, size] uint8, label)`, the view that validation takes; `training_view` gives random ones.
+    The order is sorted by class and by name. File names lie in one block of bytes, not in a list: a list of a million
+    strings is copied into every loader process bit by bit as their reference counts change.
+    `hidden` are the files left out because their names begin with a dot.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        split: str,
+        class_names: tuple[str, ...],
+        *,
+        image_size: int,
+        small_images: bool,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+    ):
+        self.root, self.split, self.class_names = root / split, split, class_names
+        self.image_size, self.small_images = image_size, small_images
+        self.mean, self.std = mean, std
+        self.hidden: list[str] = []
+        names: list[bytes] = []
+        labels: list[int] = []
+        for label, class_name in enumerate(class_names):
+            folder = self.root / class_name
+            if folder.is_dir():
+                found = sorted(_images_below(folder, hidden=self.hidden))
+                names += map(os.fsencode, found)
+                labels += [label] * len(found)
+        self._names = np.frombuffer(b"".join(names), dtype=np.uint8)
+        self._ends = np.cumsum([0, *map(len, names)])
+        self._labels = np.array(labels, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def path(self, index: int) -> Path:
+        """The file of one image."""
+        name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]].tobytes())
+        return self.root / self.class_names[self._labels[index]] / name
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        view = augment.small_view if self.small_images else augment.big_view
+        return _tensor(view(self._read(index), self.image_size)), int(self._labels[index])
+
+    def training_view(self, index: int, seed: int, epoch: int) -> tuple[torch.Tensor, int]:
+        """A randomly cropped and mirrored view, a pure function of (seed, epoch, index)."""
+        view = augment.small_training_view if self.small_images else augment.big_training_view
+        rng = image_generator(seed, epoch, index)
+        return _tensor(view(self._read(index), self.image_size, rng)), int(self._labels[index])
+
+    def _read(self, index: int):
+        path = self.path(index)
+        try:
+            return read_rgb(path)
+        except DECODE_ERRORS as error:
+            class_name = self.class_names[self._labels[index]]
+            raise ImageReadError(str(path), class_name, self.split, failure_reason(path, error)) from error
+
+
+def _tensor(view: np.ndarray) -> torch.Tensor:
+    # A copy: Pillow's buffer is read-only and a mirrored view has negative strides, which torch does not take.
+    return torch.from_numpy(view.copy()).permute(2, 0, 1)

@@ -1,0 +1,246 @@
+"""One rank: from a checked job to a finished run."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from image_classification.checkpoint import (
+    BEST,
+    LAST,
+    load_weights,
+    read_checkpoint,
+    read_weights,
+    save_checkpoint,
+)
+from image_classification.config import RunPlan, TrainConfig, resolve, to_plain
+from image_classification.data import Datasets, EvalLoader, TrainLoader, open_datasets
+from image_classification.optim import build_optimizer
+from image_classification.precision import Precision
+from image_classification.preflight import Job
+from image_classification.reporting import Reporter
+from image_classification.resnet import build_resnet
+from image_classification.schedule import make_schedule
+from image_classification.training import TrainState, fit, fix_summation_order, validate
+from mmcls.utils.ascend_errors import BUSY, error_codes, explain
+from mmcls.utils.device import seed_everything, set_device, use_full_float32
+from mmcls.utils.distribution import (
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    same_on_all_ranks,
+    wrap_distributed_model,
+    wrap_non_distributed_model,
+)
+from mmcls.utils.errors import RequestError
+
+DEFAULT_OUTPUT = Path(__file__).resolve().parents[3] / "test" / "output"
+RUN_FOLDER_FILE = "run_folder"
+BUSY_WAIT_SECONDS = 10
+
+T = TypeVar("T")
+
+
+def run_rank(job: Job) -> None:
+    """Trains or validates as the rank that the environment names (RANK, LOCAL_RANK, WORLD_SIZE)."""
+    config = job.config
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    card = job.cards[local_rank] if job.cards else 0
+    device = retry_if_busy(lambda: set_device(config.distributed.device, card))
+    if config.precision.opt_level == "O0":
+        use_full_float32(device)
+    # Before the group is joined: reading data is what makes ranks late, and a collective waits only so long.
+    datasets = open_datasets(job.layout, config.data, config.data.image_size)
+    distributed = config.distributed
+    retry_if_busy(lambda: init_process_group(device, distributed.dist_backend, distributed.dist_timeout))
+    try:
+        _run(job, datasets, device)
+    finally:
+        destroy_process_group()
+
+
+def retry_if_busy(function: Callable[[], T]) -> T:
+    """Calls it again once, after a wait, where a card or port is still held by an old job (EJ0001, EJ0003)."""
+    try:
+        return function()
+    except RuntimeError as error:
+        if not set(error_codes(str(error))) & set(BUSY):
+            raise
+        print(f"{explain(str(error))}; trying once more in {BUSY_WAIT_SECONDS} s", file=sys.stderr, flush=True)
+        time.sleep(BUSY_WAIT_SECONDS)
+        return function()
+
+
+def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
+    config = job.config
+    plan = resolve(config, get_world_size(), len(datasets.train), len(datasets.val))
+    if not same_on_all_ranks(plan.steps_per_epoch, device):
+        raise RequestError(
+            f"--data_path={config.data.data_path}",
+            "the ranks see different numbers of images",
+            "give all the same data",
+        )
+    state, notes = build_state(config, plan, device)
+    reporter = None
+    if get_rank() == 0:
+        reporter = Reporter(config, plan, config.model.num_classes, device, job.started_at)
+        parent = Path(config.run.output_dir).expanduser() if config.run.output_dir else DEFAULT_OUTPUT
+        folder = reporter.open(parent, job.notes, notes)
+        (job.handover / RUN_FOLDER_FILE).write_text(str(folder), encoding="utf-8")
+    val_loader = EvalLoader(datasets.val, **_loader_options(config, device), batch_size=plan.micro_batch_size)
+    try:
+        if config.run.evaluate:
+            validation = validate(state, val_loader, plan.num_val_images)
+            if reporter:
+                reporter.evaluation_done(validation)
+        else:
+            _train(config, plan, state, datasets, val_loader, reporter)
+    finally:
+        val_loader.close()
+        if reporter:
+            reporter.close()
+
+
+def _train(
+    config: TrainConfig,
+    plan: RunPlan,
+    state: TrainState,
+    datasets: Datasets,
+    val_loader: EvalLoader,
+    reporter: Reporter | None,
+) -> None:
+    train_loader = TrainLoader(
+        datasets.train,
+        **_loader_options(config, state.device),
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches_per_epoch=plan.steps_per_epoch * plan.accumulation_steps,
+        seed=config.run.seed,
+    )
+    shape = (plan.micro_batch_size, 3, config.data.image_size, config.data.image_size)
+    images = torch.zeros(shape, device=state.device).to(memory_format=memory_format(config))
+    fix_summation_order(state, images, torch.zeros(len(images), dtype=torch.int64, device=state.device))
+    if reporter:
+        reporter.training_started(state)
+    try:
+        save = checkpoint_writer(config, plan, datasets.class_names, reporter.folder) if reporter else None
+        fit(state, train_loader, val_loader, plan, observer=reporter, save=save)
+    finally:
+        train_loader.close()
+    if reporter:
+        reporter.run_done(state)
+
+
+def memory_format(config: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if config.precision.channels_last else torch.contiguous_format
+
+
+def _loader_options(config: TrainConfig, device: torch.device) -> dict:
+    return {
+        "rank": get_rank(),
+        "world_size": get_world_size(),
+        "device": device,
+        "workers": config.data.workers,
+        "memory_format": memory_format(config),
+    }
+
+
+def build_state(config: TrainConfig, plan: RunPlan, device: torch.device) -> tuple[TrainState, list[str]]:
+    """Builds network, optimizer and the rest, and fills them from --resume or --pretrained.
+
+    Returns:
+        The state and what was loaded, a line each.
+    """
+    model_config = config.model
+    seed_everything(config.run.seed, device)
+    module = build_resnet(
+        model_config.arch,
+        model_config.num_classes,
+        stem=model_config.stem,
+        width_multiplier=model_config.width_multiplier,
+        zero_init_last_norm=model_config.zero_init_last_norm,
+    )
+    notes, checkpoint = [], None
+    if config.run.pretrained:
+        subject = f"--pretrained={config.run.pretrained}"
+        weights = read_weights(config.run.pretrained)
+        note = load_weights(module, weights, subject, new_head=not config.run.evaluate)
+        notes.append(note or f"{subject}: all weights loaded")
+    elif config.run.resume:
+        checkpoint = read_checkpoint(config.run.resume)
+        load_weights(module, checkpoint["model"], f"--resume={config.run.resume}", new_head=False)
+    module = wrap_non_distributed_model(module, device).to(memory_format=memory_format(config))
+    optimizer = build_optimizer(module, config.optim, plan.peak_lr)
+    steps_of_all_epochs = plan.steps_per_epoch * plan.epochs
+    state = TrainState(
+        module=module,
+        model=_wrap(module, device),
+        optimizer=optimizer,
+        precision=Precision(config.precision, optimizer, device),
+        schedule=make_schedule(
+            config.schedule,
+            plan.peak_lr,
+            plan.steps_per_epoch,
+            steps_of_all_epochs,
+            warmup_epochs=plan.warmup_epochs,
+        ),
+        label_smoothing=config.optim.label_smoothing,
+        seed=config.run.seed,
+        device=device,
+    )
+    if checkpoint and not config.run.evaluate:
+        notes.append(_resume(state, checkpoint, config.run.resume, plan))
+    return state, notes
+
+
+def _wrap(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The distributed wrapper, where there are ranks to share the work with."""
+    if get_world_size() == 1:
+        return module
+    return wrap_distributed_model(module, device, gradient_as_bucket_view=True)
+
+
+def _resume(state: TrainState, checkpoint: dict, path: str, plan: RunPlan) -> str:
+    state.optimizer.load_state_dict(checkpoint["optimizer"])
+    state.precision.load_state_dict(checkpoint["precision"])
+    # With another global batch an epoch has another number of steps; the place in the run stays the same.
+    state.step = checkpoint["step"] * plan.steps_per_epoch // checkpoint["plan"]["steps_per_epoch"]
+    state.best = tuple(checkpoint["best"])
+    if state.step >= plan.total_steps:
+        raise RequestError(
+            f"--resume={path}", f"has done its {state.step} steps", "raise --epochs or --max_steps to train on"
+        )
+    epoch, offset = divmod(state.step, plan.steps_per_epoch)
+    inside = f", step {offset} of {plan.steps_per_epoch}" if offset else ""
+    return f"resumed {path}: next is epoch {epoch}{inside}; best so far {state.best[0]:.3f} in epoch {state.best[1]}"
+
+
+def checkpoint_writer(
+    config: TrainConfig, plan: RunPlan, class_names: tuple[str, ...], folder: Path
+) -> Callable[[TrainState, bool], None]:
+    """Makes the function that saves a state, and saves it again as the best where it is."""
+    portable = replace(config, run=replace(config.run, resume=None, pretrained=None))
+
+    def save(state: TrainState, is_best: bool) -> None:
+        contents = {
+            "model": state.module.state_dict(),
+            "optimizer": state.optimizer.state_dict(),
+            "precision": state.precision.state_dict(),
+            "step": state.step,
+            "rng": {"seed": state.seed},
+            "best": list(state.best),
+            "config": to_plain(portable),
+            "plan": to_plain(plan),
+            "num_classes": config.model.num_classes,
+            "class_names": list(class_names),
+        }
+        save_checkpoint(contents, folder / LAST)
+        if is_best:
+            save_checkpoint(contents, folder / BEST)
+
+    return save

@@ -1,0 +1,204 @@
+"""Everything that differs between NPU, CUDA and CPU, and the only importer of torch_npu.
+
+Device types are `npu`, `cuda` and `cpu`; cards are numbered from 0 among those that are visible.
+"""
+
+import os
+import platform
+import random
+import resource
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from mmcls.utils.errors import RequestError
+
+BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+NPU_MASK = "ASCEND_RT_VISIBLE_DEVICES"
+CUDA_MASK = "CUDA_VISIBLE_DEVICES"
+SET_ENV_HINT = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def load_torch_npu() -> ModuleType | None:
+    """Imports torch_npu, which adds `torch.npu`; None where it is not installed.
+
+    Raises:
+        RequestError: torch_npu is installed but cannot load. Going on without it would train on the CPU unnoticed.
+    """
+    try:
+        import torch_npu
+    except ModuleNotFoundError as error:
+        if error.name == "torch_npu":
+            return None
+        raise RequestError("torch_npu", f"needs the package {error.name}", f"pip install {error.name}") from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise _unloadable(error) from error
+    return torch_npu
+
+
+def _unloadable(error: Exception) -> RequestError:
+    text = " ".join(str(error).split())
+    if "undefined symbol" in text or "Two accelerators" in text:
+        remedy = "torch, torch_npu and CANN must fit together: see the table in README.md"
+    elif ".so" in text:
+        remedy = SET_ENV_HINT
+    else:
+        remedy = "check the installation, or take --device=cpu"
+    return RequestError("torch_npu", f"cannot load ({text[:200]})", remedy)
+
+
+def _module(device_type: str) -> ModuleType | None:
+    """`torch.npu` or `torch.cuda`; None for the CPU, and for npu where torch_npu is not installed."""
+    if device_type == "npu":
+        return torch.npu if load_torch_npu() else None
+    return torch.cuda if device_type == "cuda" else None
+
+
+def device_count(device_type: str) -> int:
+    """Number of visible cards of this type; 0 where there are none, and for the CPU."""
+    module = _module(device_type)
+    return module.device_count() if module else 0
+
+
+def auto_select_device() -> str:
+    """The best device type here: npu, then cuda, then cpu.
+
+    Raises:
+        RequestError: torch_npu is installed but cannot load.
+    """
+    return next((device_type for device_type in ("npu", "cuda") if device_count(device_type) > 0), "cpu")
+
+
+def visible_cards_text(device_type: str) -> str:
+    """How many cards are visible and why, for error lines: `2 npu visible (ASCEND_RT_VISIBLE_DEVICES=0,1)`."""
+    mask_name = NPU_MASK if device_type == "npu" else CUDA_MASK
+    mask = os.environ.get(mask_name)
+    return f"{device_count(device_type)} {device_type} visible" + (f" ({mask_name}={mask})" if mask else "")
+
+
+def check_npu_mask() -> None:
+    """Checks ASCEND_RT_VISIBLE_DEVICES: CANN silently drops the cards from the first bad or falling number on.
+
+    Raises:
+        RequestError: the mask is not a rising list of numbers, or names a card that is not there.
+    """
+    mask = os.environ.get(NPU_MASK)
+    if mask is None:
+        return
+    ids = mask.split(",")
+    numbers = [int(part) for part in ids if part.isascii() and part.isdecimal()]
+    if len(numbers) < len(ids) or numbers != sorted(set(numbers)):
+        raise RequestError(f"{NPU_MASK}={mask}", "is not a rising list of card numbers", f"write {NPU_MASK}=0,1,2")
+    count = device_count("npu")
+    if count < len(ids):
+        raise RequestError(
+            f"{NPU_MASK}={mask}",
+            f"card {ids[count]} is not there, {count} visible",
+            "name only cards of `npu-smi info`",
+        )
+
+
+def set_device(device_type: str, card: int) -> torch.device:
+    """Makes card number `card` the current one of this process; the CPU has no numbers."""
+    module = _module(device_type)
+    if module is None:
+        return torch.device("cpu")
+    module.set_device(card)
+    return torch.device(device_type, card)
+
+
+def use_full_float32(device: torch.device) -> None:
+    """Switches off the shorter types that cards use for float32 by default.
+
+    CUDA multiplies in TF32. NPUs round the inputs of convolutions (`conv.allow_hf32`), and first-generation ones compute
+    float32 in float16 unless ACL_PRECISION_MODE says otherwise.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    elif device.type == "npu":
+        for name in ("conv", "matmul"):
+            if _npu_has(name):
+                getattr(torch.npu, name).allow_hf32 = False
+        if _npu_has("set_option"):
+            torch.npu.set_option({"ACL_PRECISION_MODE": "must_keep_origin_dtype"})
+
+
+@cache
+def _npu_has(name: str) -> bool:
+    """Whether this torch_npu has `torch.npu.<name>`; warns once where it is too old for it."""
+    found = hasattr(torch.npu, name)
+    if not found:
+        warnings.warn(f"this torch_npu has no torch.npu.{name}; going on without it", stacklevel=3)
+    return found
+
+
+def is_simulated(device: torch.device) -> bool:
+    """Whether the card is the simulated NPU of test/npu_simulator."""
+    return device.type == "npu" and getattr(load_torch_npu(), "SIMULATED", False)
+
+
+def make_grad_scaler(device: torch.device, enabled: bool) -> torch.amp.GradScaler:
+    """The loss scaler that fits the chip.
+
+    First-generation NPUs have no inf in float16: they saturate and set a flag, which only torch_npu's scaler reads.
+    """
+    if enabled and device.type == "npu" and not torch.npu.utils.is_support_inf_nan():
+        return torch.npu.amp.GradScaler()
+    return torch.amp.GradScaler(device.type, enabled=enabled)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything that was asked of it; the CPU always has."""
+    module = _module(device.type)
+    if module is not None:
+        module.synchronize(device)
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seeds Python, numpy, torch and the current card."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    module = _module(device.type)
+    if module is not None:
+        module.manual_seed(seed)
+
+
+def _processor_field(name: str) -> str:
+    """A field of the first processor of /proc/cpuinfo; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the card, or of the processor."""
+    module = _module(device.type)
+    if module is not None:
+        return module.get_device_name(device)
+    return _processor_field("model name") or platform.machine()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: of the card's allocator, or resident for the CPU."""
+    module = _module(device.type)
+    if module is not None:
+        return module.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def half_type(device: torch.device) -> torch.dtype:
+    """The short type of autocast: bfloat16 on the CPU, whose float16 convolutions are very slow, else float16."""
+    return torch.bfloat16 if device.type == "cpu" else torch.float16
+
+
+def has_fast_half(device: torch.device) -> bool:
+    """Whether `half_type` is faster than float32; a CPU without bfloat16 instructions is about ten times slower."""
+    return device.type != "cpu" or "avx512_bf16" in _processor_field("flags").split()

@@ -1,0 +1,53 @@
+"""A small network in a TrainState and a process group of one, for the tests of several modules."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from image_classification.config import OptimConfig, PrecisionConfig
+from image_classification.optim import build_optimizer
+from image_classification.precision import Precision
+from image_classification.resnet import build_resnet
+from image_classification.training import TrainState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Several threads make networks this small slower, on a busy machine twentyfold."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_state() -> Callable[..., TrainState]:
+    """Makes a TrainState around a ResNet-18 of an eighth of the width; the same weights each time."""
+
+    def make(
+        *, opt_level="O0", schedule=lambda step: 0.05, label_smoothing=0.0, optim=OptimConfig(), device="cpu"
+    ) -> TrainState:
+        torch.manual_seed(0)
+        module = build_resnet("resnet18", 10, stem="cifar", width_multiplier=0.125).to(device)
+        optimizer = build_optimizer(module, optim, schedule(0))
+        return TrainState(
+            module=module,
+            model=module,
+            optimizer=optimizer,
+            precision=Precision(PrecisionConfig(opt_level=opt_level), optimizer, torch.device("cpu")),
+            schedule=schedule,
+            label_smoothing=label_smoothing,
+            seed=0,
+            device=torch.device(device),
+        )
+
+    return make
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
