@@ -31,6 +31,7 @@ def no_torch_npu(monkeypatch):
 
 
 REAL_CUDA = torch.cuda
+NPU = types.SimpleNamespace(type="npu")  # torch knows the name only where torch_npu has told it
 
 
 class FakeModule(types.SimpleNamespace):
@@ -60,6 +61,7 @@ def cards(monkeypatch):
         modules = {"npu": FakeModule(npu), "cuda": FakeModule(cuda)}
         monkeypatch.setattr(torch, "npu", modules["npu"], raising=False)
         monkeypatch.setattr(torch, "cuda", modules["cuda"])
+        device._npu_has.cache_clear()
         return modules
 
     return pretend
@@ -171,14 +173,56 @@ def test_float32_is_float32_on_cuda():
 def test_float32_is_float32_on_the_npu(cards):
     npu = cards(npu=1)["npu"]
     npu.conv, npu.matmul = types.SimpleNamespace(allow_hf32=True), types.SimpleNamespace(allow_hf32=True)
-    device.use_full_float32(types.SimpleNamespace(type="npu"))
+    chosen = {}
+    npu.set_option = chosen.update
+    device.use_full_float32(NPU)
     assert (npu.conv.allow_hf32, npu.matmul.allow_hf32) == (False, False)
+    assert chosen == {"ACL_PRECISION_MODE": "must_keep_origin_dtype"}
 
 
-def test_an_older_torch_npu_without_the_switch_is_warned_of(cards):
-    cards(npu=1)["npu"].matmul = types.SimpleNamespace(allow_hf32=True)
-    with pytest.warns(UserWarning, match=r"torch\.npu\.conv\.allow_hf32"):
-        device.use_full_float32(types.SimpleNamespace(type="npu"))
+def test_an_older_torch_npu_without_a_switch_is_warned_of_once(cards):
+    npu = cards(npu=1)["npu"]
+    npu.matmul, npu.set_option = types.SimpleNamespace(allow_hf32=True), lambda options: None
+    with pytest.warns(UserWarning, match=r"no torch\.npu\.conv") as caught:
+        device.use_full_float32(NPU)
+        device.use_full_float32(NPU)
+    assert len(caught) == 1
+    assert npu.matmul.allow_hf32 is False
+
+
+@pytest.mark.parametrize("mask", ["1,0", "0,0", "a,b", "", "0,", "-1", "0 1"])
+def test_a_mask_that_is_no_rising_list(cards, monkeypatch, mask):
+    cards(npu=2)
+    monkeypatch.setenv(device.NPU_MASK, mask)
+    with pytest.raises(RequestError, match="rising list") as caught:
+        device.check_npu_mask()
+    assert caught.value.subject == f"{device.NPU_MASK}={mask}"
+
+
+def test_a_mask_with_a_card_that_is_not_there_names_it(cards, monkeypatch):
+    cards(npu=1)
+    monkeypatch.setenv(device.NPU_MASK, "0,99")
+    with pytest.raises(RequestError, match="card 99 is not there, 1 visible"):
+        device.check_npu_mask()
+
+
+def test_a_mask_that_fits(cards, monkeypatch):
+    cards(npu=2)
+    monkeypatch.delenv(device.NPU_MASK, raising=False)
+    device.check_npu_mask()
+    monkeypatch.setenv(device.NPU_MASK, "3,5")
+    device.check_npu_mask()
+
+
+def test_the_scaler_fits_the_chip(cards):
+    """A chip without inf in float16 saturates: only torch_npu's own scaler sees its overflows."""
+    npu = cards(npu=1)["npu"]
+    npu.amp = types.SimpleNamespace(GradScaler=lambda: "torch_npu's")
+    npu.utils = types.SimpleNamespace(is_support_inf_nan=lambda: False)
+    assert device.make_grad_scaler(NPU, enabled=True) == "torch_npu's"
+    scaler = device.make_grad_scaler(torch.device("cpu"), enabled=True)
+    assert type(scaler) is torch.amp.GradScaler and scaler.is_enabled()
+    assert not device.make_grad_scaler(torch.device("cpu"), enabled=False).is_enabled()
 
 
 @pytest.mark.parametrize(
@@ -193,4 +237,4 @@ def test_a_cpu_is_fast_in_bfloat16_only_with_its_instructions(monkeypatch, flags
 def test_the_short_type():
     assert device.half_type(torch.device("cpu")) == torch.bfloat16
     assert device.half_type(torch.device("cuda")) == torch.float16
-    assert device.half_type(types.SimpleNamespace(type="npu")) == torch.float16
+    assert device.half_type(NPU) == torch.float16

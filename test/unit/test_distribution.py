@@ -63,24 +63,19 @@ def test_without_mmcv_the_npu_wrapper_is_refused(monkeypatch, without_mmcv):
     monkeypatch.setitem(sys.modules, "mmcv", None)
     error = refusal()
     assert error.problem == "needs mmcv 1.x for NPUDistributedDataParallel, found none"
-    assert "mmcv==1.7.2" in error.remedy
+    assert "--mmcv" in error.remedy
 
 
 def test_mmcv_2_is_refused(mmcv):
     mmcv("__version__ = '2.1.0'")
     error = refusal()
     assert error.problem == "needs mmcv 1.x for NPUDistributedDataParallel, found 2.1.0"
-    assert "mmcv==1.7.2" in error.remedy
+    assert "--mmcv" in error.remedy
 
 
-def test_another_package_of_the_name_is_refused(mmcv):
-    mmcv("")
-    assert "found another package" in refusal().problem
-
-
-@pytest.mark.parametrize("source", ["import cv2_that_is_not_there", "raise ImportError('libGL.so.1: cannot open')"])
-def test_an_mmcv_that_cannot_load_is_not_called_missing(mmcv, source):
-    """OpenCV without libGL, on servers, is the usual reason."""
+@pytest.mark.parametrize("source", ["", "import cv2_that_is_not_there", "raise ImportError('libGL.so.1: cannot open')"])
+def test_an_mmcv_that_is_there_and_cannot_be_used_is_not_called_missing(mmcv, source):
+    """Another package of the name; OpenCV without libGL, as on many servers."""
     mmcv(source)
     assert "found none" not in refusal().problem
 
@@ -134,8 +129,10 @@ class TestNpuWrapper:
             distribution, "npu_distributed_data_parallel", lambda: lambda *a, **k: chosen.append((a, k))
         )
         monkeypatch.setattr(distribution.torch, "device", lambda _: _Npu)
-        wrap_distributed_model("model", _Npu, broadcast_buffers=False)
-        assert chosen == [(("model",), {"device_ids": [2], "broadcast_buffers": False})]
+        wrap_distributed_model("model", _Npu, bucket_cap_mb=1)
+        ((arguments, options),) = chosen
+        assert arguments == ("model",)
+        assert (options["device_ids"], options["bucket_cap_mb"]) == ([2], 1)
 
 
 class _Npu:

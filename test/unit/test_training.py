@@ -9,9 +9,9 @@ from image_classification import training
 from image_classification.config import DataConfig, OptimConfig, ScheduleConfig, TrainConfig, resolve
 from image_classification.metrics import MetricSums
 from image_classification.training import epoch_seed, fit, fix_summation_order, grouped, train_step, validate
+from mmcls.utils.distribution import wrap_distributed_model
 from mmcls.utils.errors import DivergenceError
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -319,7 +319,7 @@ def test_every_epoch_seeds_the_generators(make_state):
 
 def test_ranks_meet_once_per_group(make_state, process_group):
     state = make_state()
-    state.model = DistributedDataParallel(state.module, broadcast_buffers=False)
+    state.model = wrap_distributed_model(state.module, "cpu")
     synced = []
     state.model.register_forward_pre_hook(lambda model, _: synced.append(model.require_backward_grad_sync))
     plain = make_state()
@@ -333,7 +333,7 @@ def test_ranks_meet_once_per_group(make_state, process_group):
 
 def test_the_discarded_pass_changes_nothing(make_state, process_group):
     state = make_state()
-    state.model = DistributedDataParallel(state.module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    state.model = wrap_distributed_model(state.module, "cpu", gradient_as_bucket_view=True)
     before = {name: value.clone() for name, value in state.module.state_dict().items()}
     calls = []
     state.model.register_forward_pre_hook(lambda *_: calls.append(1))

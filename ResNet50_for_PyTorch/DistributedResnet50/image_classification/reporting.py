@@ -9,10 +9,10 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import torchvision
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -202,7 +202,7 @@ class Reporter:
             "simulated": is_simulated(self._device),
             "machine": platform.machine(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "torchvision": torchvision.__version__},
+                         "torchvision": version("torchvision")},
             "command": sys.argv,
             "process": os.getpid(),
             **to_plain(self._plan),

@@ -1,4 +1,4 @@
-"""The device: placement, memory, streams, random numbers, saving, autocast; everything that is the same on all chips."""
+"""The device: placement, memory, streams, random numbers, saving, autocast; what is the same on all chips."""
 
 import copy
 import io
@@ -129,7 +129,7 @@ def test_exact_float32_training_equals_the_cpu_bit_for_bit():
             F.cross_entropy(net(x.to(device)), y.to(device)).backward()
             optimizer.step()
     torch.npu.conv.allow_hf32 = True
-    for expected, actual in zip(on_cpu.state_dict().values(), on_npu.state_dict().values()):
+    for expected, actual in zip(on_cpu.state_dict().values(), on_npu.state_dict().values(), strict=True):
         assert torch.equal(expected, actual.cpu())
 
 
@@ -159,11 +159,11 @@ def test_the_fused_optimizer_equals_sgd(momentum, nesterov):
         torch_npu.optim.NpuFusedSGD(fused.parameters(), **settings),
     )
     for _ in range(4):
-        for net, optimizer in zip((plain, fused), optimizers):
+        for net, optimizer in zip((plain, fused), optimizers, strict=True):
             net(torch.ones(2, 4, device="npu")).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad(*[False] if net is plain else [])
-    for expected, actual in zip(plain.parameters(), fused.parameters()):
+    for expected, actual in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(actual, expected)
     with pytest.raises(ValueError, match="set_to_none"):
         optimizers[1].zero_grad(set_to_none=True)
@@ -305,4 +305,4 @@ def test_options():
         torch.npu.conv.allow_hf32 = 1
     torch.npu.config.allow_internal_format = False
     with pytest.raises(AttributeError):
-        torch.npu.config.allow_internal_format
+        print(torch.npu.config.allow_internal_format)

@@ -230,7 +230,7 @@ def test_two_ranks_equal_one_rank_on_both_batches():
     part = slice(2 * RANK, 2 * RANK + 2)
     F.cross_entropy(together(images[part]), labels[part]).backward()
     torch.npu.conv.allow_hf32 = True
-    for expected, actual in zip(alone.parameters(), together.parameters()):
+    for expected, actual in zip(alone.parameters(), together.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-6, atol=1e-6)
 
 

@@ -70,7 +70,7 @@ def compare(op, sample):
     except Exception:
         return False  # not a sample for the CPU
     actual = seeded_call(on_npu)
-    for result, reference in zip(dense_tensors(actual), dense_tensors(expected)):
+    for result, reference in zip(dense_tensors(actual), dense_tensors(expected), strict=True):
         assert result.device.type == "npu", f"a result on {result.device}"
         if "empty" not in op.name:
             close(result, reference, 1e-4)

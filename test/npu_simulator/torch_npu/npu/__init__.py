@@ -1,4 +1,5 @@
 """`torch.npu`: names and signatures are those of torch_npu 2.12."""
+# ruff: noqa: F401, F811 (names are given on, and `device` is both a class and an argument)
 
 import os
 
@@ -6,7 +7,6 @@ import torch
 
 from torch_npu import _C
 from torch_npu.npu import amp, utils
-from torch_npu.npu.npu_config import config, conv, is_jit_compile_false, matmul, set_compile_mode, set_option
 from torch_npu.npu.memory import (
     empty_cache,
     max_memory_allocated,
@@ -21,6 +21,7 @@ from torch_npu.npu.memory import (
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
+from torch_npu.npu.npu_config import config, conv, is_jit_compile_false, matmul, set_compile_mode, set_option
 from torch_npu.npu.random import (
     default_generators,
     get_rng_state,

@@ -1,7 +1,5 @@
 """Random numbers: a generator for each card. Their values are the CPU's, not Ascend's."""
 
-from typing import Union
-
 import torch
 
 from torch_npu import _C
@@ -41,11 +39,11 @@ def initial_seed():
     return _current().initial_seed()
 
 
-def get_rng_state(device: Union[int, str, torch.device] = "npu") -> torch.Tensor:
+def get_rng_state(device: int | str | torch.device = "npu") -> torch.Tensor:
     return _of(device).get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: Union[int, str, torch.device] = "npu") -> None:
+def set_rng_state(new_state: torch.Tensor, device: int | str | torch.device = "npu") -> None:
     _of(device).set_state(new_state)
 
 
@@ -54,5 +52,5 @@ def get_rng_state_all():
 
 
 def set_rng_state_all(new_states):
-    for generator, state in zip(default_generators, new_states):
+    for generator, state in zip(default_generators, new_states, strict=True):
         generator.set_state(state)

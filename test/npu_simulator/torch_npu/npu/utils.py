@@ -92,7 +92,8 @@ def get_npu_overflow_flag():
 
 def clear_npu_overflow_flag():
     if is_support_inf_nan():
-        warnings.warn("When soc_version >= Ascend910B1, clear_npu_overflow_flag is useless, please remove it.")
+        text = "When soc_version >= Ascend910B1, clear_npu_overflow_flag is useless, please remove it."
+        warnings.warn(text, stacklevel=2)
         return
     npu_clear_float_status(torch.zeros(8).npu())
 
