@@ -35,14 +35,14 @@ def load_torch_npu() -> ModuleType | None:
         if error.name == "torch_npu":
             return None
         raise RequestError("torch_npu", f"needs the package {error.name}", f"pip install {error.name}") from error
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # a torch_npu for another torch fails in any way, AttributeError among them
         raise _unloadable(error) from error
     return torch_npu
 
 
 def _unloadable(error: Exception) -> RequestError:
     text = " ".join(str(error).split())
-    if "undefined symbol" in text or "Two accelerators" in text:
+    if isinstance(error, AttributeError) or "undefined symbol" in text or "Two accelerators" in text:
         remedy = "torch, torch_npu and CANN must fit together: see the table in README.md"
     elif ".so" in text:
         remedy = SET_ENV_HINT
@@ -77,7 +77,7 @@ def visible_cards_text(device_type: str) -> str:
     """How many cards are visible and why, for error lines: `2 npu visible (ASCEND_RT_VISIBLE_DEVICES=0,1)`."""
     mask_name = NPU_MASK if device_type == "npu" else CUDA_MASK
     mask = os.environ.get(mask_name)
-    return f"{device_count(device_type)} {device_type} visible" + (f" ({mask_name}={mask})" if mask else "")
+    return f"{device_count(device_type)} {device_type} visible" + (f" ({mask_name}={mask})" if mask is not None else "")
 
 
 def check_npu_mask() -> None:

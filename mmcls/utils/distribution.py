@@ -24,9 +24,14 @@ _FORWARD_SYNC = next(
 NORM_BUFFERS = ("running_mean", "running_var")
 
 
+def started_as_rank() -> bool:
+    """Whether a launcher (torchrun or ours) started this process as a rank; WORLD_SIZE alone says nothing."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def init_process_group(device: torch.device, backend: str | None, timeout_seconds: float) -> None:
     """Joins the group that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); alone: no group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if started_as_rank() and int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group(backend or BACKENDS[device.type], timeout=timedelta(seconds=timeout_seconds))
 
 
@@ -96,7 +101,10 @@ def npu_distributed_data_parallel() -> type[DistributedDataParallel]:
             warnings.simplefilter("ignore", UserWarning)  # mmcv 1.x announces mmcv 2 at every import
             from mmcv.device.npu import NPUDistributedDataParallel as MmcvWrapper
     except ImportError as error:
-        found = getattr(sys.modules.get("mmcv"), "__version__", "none")
+        module = sys.modules.get("mmcv")
+        missing = module is None and error.name in ("mmcv", "mmcv.device")
+        version = getattr(module, "__version__", None)
+        found = "none" if missing else version or f"one that does not load ({error})"
         raise RequestError(
             "mmcv",
             f"needs mmcv 1.x for NPUDistributedDataParallel, found {found}",

@@ -175,6 +175,7 @@ def test_alone_there_is_no_group(monkeypatch):
     ("device_type", "asked", "backend"), [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")]
 )
 def test_the_backend_of_a_group(monkeypatch, device_type, asked, backend):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     joined = {}
     monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: joined.update(name=name, timeout=timeout))

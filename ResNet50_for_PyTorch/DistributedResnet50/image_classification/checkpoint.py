@@ -46,11 +46,16 @@ def save_checkpoint(contents: dict, path: Path) -> None:
 
 
 def _read(path: str, flag: str) -> object:
-    subject, file = f"{flag}={path}", Path(path).expanduser()
+    subject = f"{flag}={path}"
+    try:
+        file = Path(path).expanduser()
+        exists = file.exists()
+    except (OSError, RuntimeError) as error:
+        raise RequestError(subject, f"is no path ({error})", "check it") from error
     if file.is_dir():
         inside = [name for name in (LAST, BEST) if (file / name).exists()]
         raise RequestError(subject, "is a folder", f"give the file{', ' + ' or '.join(inside) if inside else ''}")
-    if not file.exists():
+    if not exists:
         neighbours = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         near = difflib.get_close_matches(file.name, neighbours, n=3, cutoff=0.4)
         raise RequestError(subject, "no such file", f"near it are: {', '.join(near)}" if near else "check the path")
@@ -96,7 +101,7 @@ def saved_config(checkpoint: dict, path: str) -> TrainConfig:
                 for name, section in typing.get_type_hints(TrainConfig).items()
             }
         )
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise RequestError(
             f"--resume={path}", f"was written by another version ({error})", "resume it with that version"
         ) from error
@@ -114,11 +119,10 @@ def read_weights(path: str, flag: str = "--pretrained") -> dict[str, torch.Tenso
     for key in ("model", "state_dict"):
         if isinstance(contents, dict) and isinstance(contents.get(key), dict):
             contents = contents[key]
-    if (
-        not isinstance(contents, dict)
-        or not contents
-        or not all(isinstance(v, torch.Tensor) for v in contents.values())
-    ):
+    is_weights = isinstance(contents, dict) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in contents.items()
+    )
+    if not is_weights or not contents:
         raise RequestError(f"{flag}={path}", "holds no weights", "give a state_dict or a checkpoint")
     while all(name.startswith("module.") for name in contents):
         contents = {name.removeprefix("module."): value for name, value in contents.items()}
@@ -141,6 +145,8 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], subject: s
         RequestError: names or shapes differ; names the first ones.
     """
     own = module.state_dict()
+    # Files from before torch 0.4.1 lack the norms' counters, which nothing here reads.
+    weights = {name: value for name, value in own.items() if name.endswith("num_batches_tracked")} | weights
     note = None
     if new_head and all(name in weights and weights[name].shape != own[name].shape for name in HEAD):
         note = f"{subject}: {len(weights['fc.bias'])} classes there, {len(own['fc.bias'])} here: new last layer"

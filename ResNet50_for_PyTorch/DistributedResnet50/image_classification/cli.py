@@ -35,12 +35,14 @@ ALIASES = {
 NOT_AVAILABLE = ("mixup", "loss_scale", "static_loss_scale", "dynamic_loss_scale")
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
+BOOLEANS = ("true", "false")
+LARGEST = 2**63
 
 # Smallest allowed values; `>` where the value itself is not allowed.
 LIMITS = {
     "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "synthetic_images": ">=1", "num_classes": ">=1",
     "width_multiplier": ">0", "lr": ">=0", "lr_per_256": ">=0", "momentum": ">=0", "weight_decay": ">=0",
-    "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "gamma": ">0",
+    "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "recipe_warmup": ">=0", "gamma": ">0",
     "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
     "seed": ">=0", "print_freq": ">=1", "throughput_warmup_steps": ">=0",
 }  # fmt: skip
@@ -99,9 +101,12 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         written, has_value, value = token.partition("=")
         name = written.lstrip("-").replace("-", "_")
         name = ALIASES.get(name, name)
+        if not has_value and name not in fields and fields.get(name.removeprefix("no_")) is bool:
+            yield name.removeprefix("no_"), "False"
+            continue
         takes_no_value = name == "amp" or fields.get(name) is bool
         if not has_value and takes_no_value:
-            value = remaining.pop(0) if remaining and remaining[0] in ("True", "False", "true", "false") else "True"
+            value = remaining.pop(0) if remaining and remaining[0].lower() in BOOLEANS else "True"
         elif not has_value:
             if name in NOT_AVAILABLE or name not in {*fields, "addr", "precision_mode", "local_rank"}:
                 raise _unknown(written, name, fields)
@@ -112,11 +117,13 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> Iterator[tuple[str, str]]:
-    if not value.strip():
-        raise RequestError(f"{written}=", "the value is empty", "give a value or leave the option out")
+    if not value.strip() or value == "None":
+        raise RequestError(f"{written}={value.strip()}", "the value is empty", "give a value or leave the option out")
     if name == "addr":
         yield "dist_url", f"tcp://{value}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
     elif name == "amp":
+        if value.lower() not in BOOLEANS:
+            raise RequestError(f"{written}={value}", "not a valid value", "take True or False")
         if value.lower() == "true":
             yield "opt_level", "O2"
     elif name == "precision_mode":
@@ -197,8 +204,14 @@ def _check(config: TrainConfig) -> None:
         value, bound = values[name], float(limit.lstrip(">="))
         if value is not None and not (value >= bound if ">=" in limit else value > bound):
             raise RequestError(f"--{name}={value}", f"must be {limit}", "change it")
+        if value is not None and value >= LARGEST:
+            raise RequestError(f"--{name}={value}", "is too large", "change it")
     if config.optim.label_smoothing >= 1:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")
+    if config.optim.nesterov and config.optim.momentum == 0:
+        raise RequestError("--nesterov", "needs momentum", "give --momentum, or leave --nesterov out")
+    if not all(milestone > 0 for milestone in config.schedule.milestones):
+        raise RequestError("--milestones", "must be epochs above 0", "change them")
     if config.run.resume and config.run.pretrained:
         raise RequestError("--pretrained", "given together with --resume", "give one of them")
     if config.run.evaluate and not (config.run.resume or config.run.pretrained):

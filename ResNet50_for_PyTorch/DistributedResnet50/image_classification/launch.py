@@ -26,6 +26,7 @@ from image_classification.config import to_plain
 from image_classification.outcome import Failure, conclude, describe, first_failure, leave_word, stopped
 from image_classification.preflight import Job, prepare_job
 from image_classification.worker import run_rank
+from mmcls.utils.distribution import started_as_rank
 from mmcls.utils.errors import RequestError
 
 SIMULATOR = str(Path(__file__).resolve().parents[3] / "test" / "npu_simulator")
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     started_at = time.time()
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_rank = started_as_rank()
     with tempfile.TemporaryDirectory(prefix="image_classification-") as name:
         handover = Path(name)
         if not is_rank:  # a rank of torchrun must end on SIGTERM even inside a collective
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if is_rank and failure.status == 2 and failure.rank != 0:
             return failure.status  # every rank of a torchrun finds the same wrong request; one says so
-        return conclude(failure, handover, int(os.environ.get("WORLD_SIZE", "1")))
+        return conclude(failure, handover, int(os.environ["WORLD_SIZE"]) if is_rank else 1)
 
 
 def _use_simulated_npu() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,13 +59,19 @@ def stopped(signal_number: int, rank: int = 0) -> Failure:
 
 
 def leave_word(failure: Failure, handover: Path) -> None:
+    """Writes and renames: the launcher may read at any moment, or end this rank."""
     path = handover / f"failure_{failure.rank}.json"
-    path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    temporary.replace(path)
 
 
 def first_failure(handover: Path) -> Failure | None:
     """The earliest failure that any rank left, one that caused others before its consequences."""
-    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in handover.glob("failure_*.json")]
+    failures = []
+    for path in handover.glob("failure_*.json"):
+        with suppress(ValueError, TypeError):  # a full disk leaves half a file
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
     return min(failures, key=lambda failure: (failure.consequence, failure.time), default=None)
 
 
@@ -76,8 +83,11 @@ def conclude(failure: Failure, handover: Path, num_ranks: int) -> int:
     where = ""
     if run_folder.exists():
         folder = Path(run_folder.read_text(encoding="utf-8"))
-        record_failure(folder, STATUS_NAMES[failure.status], who + failure.line, failure.details)
-        where = f" (log: {folder / 'train.log'})"
+        try:
+            record_failure(folder, STATUS_NAMES[failure.status], who + failure.line, failure.details)
+            where = f" (log: {folder / 'train.log'})"
+        except OSError as error:
+            where = f" (and the run's folder cannot be written: {error})"
     sys.stdout.flush()
     sys.stderr.write(failure.details)
     sys.stderr.write(f"error: {who}{failure.line}{where}\n")

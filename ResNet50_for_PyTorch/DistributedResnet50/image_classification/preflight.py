@@ -17,7 +17,7 @@ from mmcls.utils.device import (
     has_fast_half,
     visible_cards_text,
 )
-from mmcls.utils.distribution import npu_distributed_data_parallel
+from mmcls.utils.distribution import npu_distributed_data_parallel, started_as_rank
 from mmcls.utils.errors import RequestError
 from mmcls.utils.hccl_environment import prepare_hccl_environment
 
@@ -58,12 +58,16 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     layout = prepare_data(layout)
     if layout.kind == "synthetic" and config.model.num_classes:
         layout = replace(layout, num_classes=config.model.num_classes)
+    if layout.path is not None:  # absolute, so that a resumed run finds it from anywhere
+        absolute = str(Path(config.data.data_path).expanduser().absolute())
+        config = replace(config, data=replace(config.data, data_path=absolute))
     config, model_notes = _complete_model(config, layout)
     config, precision_notes = _choose_precision(config)
     config = replace(config, data=replace(config.data, workers=_num_workers(config, num_ranks)))
     datasets = open_datasets(layout, config.data, config.data.image_size)
-    world_size = int(os.environ.get("WORLD_SIZE", num_ranks * config.distributed.world_size))
+    world_size = int(os.environ["WORLD_SIZE"]) if started_as_rank() else num_ranks * config.distributed.world_size
     plan = resolve(config, world_size, len(datasets.train), len(datasets.val))
+    _check_output(config)
     if not config.run.evaluate:
         _check_norms_have_values(config)
     weight_notes = _check_weights(config, plan)
@@ -83,6 +87,8 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
 
 def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], int, list[str]]:
     distributed, notes = config.distributed, []
+    if started_as_rank():  # torchrun has decided how many there are
+        distributed = replace(distributed, nproc_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if distributed.simulate_npu and distributed.device not in ("auto", "npu"):
         raise RequestError("--simulate_npu", f"does not fit --device={distributed.device}", "leave --device out")
     device_type = auto_select_device() if distributed.device == "auto" else distributed.device
@@ -92,6 +98,10 @@ def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], 
     if device_type == "cpu":
         if distributed.gpu is not None:
             raise RequestError(f"--gpu={distributed.gpu}", "there is no card here", "leave --gpu out to run on the CPU")
+        if distributed.multiprocessing_distributed:
+            raise RequestError(
+                "--multiprocessing_distributed", "there is no card here", "give the ranks by --nproc_per_node"
+            )
         cards, num_ranks = (), distributed.nproc_per_node or 1
         if distributed.device == "auto":
             notes.append(f"no accelerator: {num_ranks} rank{'s' * (num_ranks > 1)} on the CPU")
@@ -103,6 +113,12 @@ def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], 
         cards = _choose_cards(distributed.gpu, distributed.nproc_per_node,
                               distributed.multiprocessing_distributed, device_type, visible)  # fmt: skip
         num_ranks = len(cards)
+        if started_as_rank() and num_ranks != distributed.nproc_per_node:
+            raise RequestError(
+                f"--gpu={distributed.gpu}",
+                f"{num_ranks} cards for the {distributed.nproc_per_node} ranks that torchrun started",
+                "give as many",
+            )
     if device_type == "npu" and num_ranks * distributed.world_size > 1:
         npu_distributed_data_parallel()
         notes += prepare_hccl_environment()
@@ -114,9 +130,9 @@ def _choose_cards(
 ) -> tuple[int, ...]:
     if gpu is not None:
         ids = [part.strip() for part in gpu.split(",")]
-        if not all(part.isdecimal() for part in ids) or len(set(ids)) < len(ids):
+        cards = tuple(int(part) for part in ids if part.isascii() and part.isdecimal())
+        if len(set(cards)) < len(ids):
             raise RequestError(f"--gpu={gpu}", "is not a list of card numbers", "write --gpu=0 or --gpu=0,1,2")
-        cards = tuple(int(part) for part in ids)
         flag = f"--gpu={gpu}"
     else:
         cards = tuple(range(visible if all_cards else nproc or 1))
@@ -127,6 +143,20 @@ def _choose_cards(
             flag, f"{asked}, {visible_cards_text(device_type)}", f"take --gpu with ids below {visible}, or --device=cpu"
         )
     return cards
+
+
+def _check_output(config: TrainConfig) -> None:
+    """The run's folder is made when the first step is near; that it can be made is seen here."""
+    if config.run.output_dir is None:
+        return
+    subject = f"--output_dir={config.run.output_dir}"
+    try:
+        path = Path(config.run.output_dir).expanduser().absolute()
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    except (OSError, RuntimeError) as error:
+        raise RequestError(subject, f"is no path ({error})", "check it") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise RequestError(subject, f"nothing can be written in {existing}", "name another folder")
 
 
 def _check_backend(config: TrainConfig) -> None:

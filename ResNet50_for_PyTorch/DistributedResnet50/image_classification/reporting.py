@@ -4,6 +4,7 @@ Only global rank 0 has a `Reporter`. The device is read when it logs, and betwee
 """
 
 import json
+import math
 import os
 import platform
 import sys
@@ -118,7 +119,7 @@ class Reporter:
         if self._log:
             self._log.write(line + "\n")
         if console:
-            self._console.print(line, markup=False)
+            self._console.print(line, markup=False, emoji=False)
             sys.stdout.flush()
 
     def training_started(self, state: TrainState) -> None:
@@ -188,7 +189,8 @@ class Reporter:
         self._reset_window()
 
     def _record(self, **values) -> None:
-        record = {"time": time.time(), **values}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        record = {"time": time.time(), **finite}  # JSON has neither inf nor nan
         self._metrics.write(json.dumps(record) + "\n")
         if values["kind"] == "epoch":
             self._epochs.append(record)
@@ -231,9 +233,7 @@ class Reporter:
         """Writes the summary, the ModelZoo log and the curves, and ends the console with the result block."""
         self._stop_progress()
         rate, last = self._meter.images_per_second, self._epochs[-1]
-        shown_rate = (
-            f"n/a (needs more than {max(self._meter.warmup_steps, 1)} steps)" if rate is None else f"{rate:.3f}"
-        )
+        shown_rate = f"n/a (needs more than {self._steps_needed()})" if rate is None else f"{rate:.3f}"
         duration = time.time() - self._started_at
         draw_curves(self._epochs, self.folder / "curves.png", self._case)
         results = {
@@ -260,6 +260,11 @@ class Reporter:
         self.say(f"Final Performance images/sec : {shown_rate}")
         self.say(f"Final Train Accuracy : {last['val_top1_percent']:.2f}")
         self.say(f"E2E Training Duration sec : {duration:.0f}")
+
+    def _steps_needed(self) -> str:
+        if self._plan.steps_per_epoch == 1:
+            return "1 step in an epoch"
+        return f"{max(self._meter.warmup_steps, 1)} steps"
 
     def _write_modelzoo_log(self, shown_rate: str, rate: float | None, last: dict, duration: float) -> None:
         """Writes <CaseName>.log; TrainingTime is milliseconds per step, as the ModelZoo's scripts compute it."""

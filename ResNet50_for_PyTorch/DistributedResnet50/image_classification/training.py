@@ -143,9 +143,14 @@ def train_epoch(
         observer.training_paused()
     sum_over_ranks(epoch_sums.values)
     metrics = epoch_sums.averages()
-    if not math.isfinite(metrics.loss):
-        raise DivergenceError(f"the training loss of epoch {epoch} is {metrics.loss}; lower the learning rate (--lr)")
+    check_finite(metrics.loss, f"training loss of epoch {epoch}")
     return metrics
+
+
+def check_finite(loss: float, what: str) -> None:
+    """Raises DivergenceError where a loss is inf or nan."""
+    if not math.isfinite(loss):
+        raise DivergenceError(f"the {what} is {loss}; lower the learning rate (--lr)")
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
@@ -185,6 +190,9 @@ def fit(
 ) -> None:
     """Trains epoch after epoch until the plan is fulfilled, validating and saving after each.
 
+    Raises:
+        DivergenceError: a loss is not finite; nothing of that epoch is saved.
+
     Args:
         observer: told about each step and epoch; given on one rank only.
         save: called after each epoch with whether it is the best so far; given on one rank only.
@@ -195,6 +203,8 @@ def fit(
         train = train_epoch(state, train_loader, plan, observer, step_function)
         average_norm_statistics(state.module)
         validation = validate(state, val_loader, plan.num_val_images)
+        # The last update of an epoch shows in no training loss of that epoch.
+        check_finite(validation.loss, f"validation loss of epoch {epoch}")
         is_best = validation.top1_percent > state.best[0]
         if is_best:
             state.best = (validation.top1_percent, epoch)

@@ -43,9 +43,7 @@ def test_hidden_names_change_no_label(tmp_path, make):
     assert layout.warnings == ("ignored names that begin with a dot: train/.DS_Store, train/.ipynb_checkpoints",)
     data = open_datasets(layout, DataConfig(), 8)
     assert data.class_names == ("ant", "bee", "cow") and len(data.train) == 24
-    assert data.warnings == (
-        f"ignored files whose names begin with a dot: {tmp_path}/train/ant/._ant_0.JPEG",
-    )
+    assert data.warnings == (f"ignored files whose names begin with a dot: {tmp_path}/train/ant/._ant_0.JPEG",)
 
 
 def test_empty_class_is_refused_unless_allowed(tmp_path, make):
@@ -92,9 +90,7 @@ def test_flat_training_folder(tmp_path, make):
 def test_images_beside_the_class_folders_are_named(tmp_path, make):
     make.folder(tmp_path)
     make.image(tmp_path / "train/stray.jpg")
-    assert detect_layout(str(tmp_path)).warnings == (
-        "train/ has images outside its class folders, ignored: stray.jpg",
-    )
+    assert detect_layout(str(tmp_path)).warnings == ("train/ has images outside its class folders, ignored: stray.jpg",)
 
 
 def test_wrong_roots(tmp_path, make):
@@ -144,9 +140,7 @@ def test_unreadable_folder(tmp_path, make, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", denied)
-    assert problem_with(root) == (
-        f"--data_path={root}: cannot read {root}/train: Permission denied; make it readable"
-    )
+    assert problem_with(root) == (f"--data_path={root}: cannot read {root}/train: Permission denied; make it readable")
 
 
 def test_unreadable_pictures(tmp_path, make):

@@ -28,9 +28,7 @@ def test_order_differs_by_epoch_and_seed(seed, epoch):
 def test_ranks_share_the_order_out(world_size, micro_batch_size, num_micro_batches, left_out):
     used = num_micro_batches * micro_batch_size * world_size
     order = epoch_order(0, 0, used + left_out)
-    ranks = [
-        rank_batches(order, micro_batch_size, num_micro_batches, rank, world_size) for rank in range(world_size)
-    ]
+    ranks = [rank_batches(order, micro_batch_size, num_micro_batches, rank, world_size) for rank in range(world_size)]
     assert all(batches.shape == (num_micro_batches, micro_batch_size) for batches in ranks)
     # One rank after the other within each global micro-batch: the order itself, whatever the number of ranks.
     assert np.array_equal(np.stack(ranks, axis=1).flatten(), order[:used])
@@ -48,10 +46,7 @@ def test_left_out_images_change_with_the_epoch():
 
 def test_random_numbers_never_meet():
     draws = [
-        image_generator(seed, epoch, image).random(4)
-        for seed in range(3)
-        for epoch in range(3)
-        for image in range(50)
+        image_generator(seed, epoch, image).random(4) for seed in range(3) for epoch in range(3) for image in range(50)
     ]
     draws += [epoch_generator(seed, epoch).random(4) for seed in range(3) for epoch in range(3)]
     assert len(np.unique(np.concatenate(draws))) == 4 * len(draws)

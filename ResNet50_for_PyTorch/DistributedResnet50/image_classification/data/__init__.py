@@ -1,8 +1,8 @@
 """The images: which data set a path holds, its images and labels, and batches of them on the device.
 
-    layouts    what --data_path names, checked before any rank is started
-    datasets   opens it: cifar (with archive), folder (with decode), arrays (digits, synthetic)
-    loader     batches for one rank; order and augment are its pure functions
+layouts    what --data_path names, checked before any rank is started
+datasets   opens it: cifar (with archive), folder (with decode), arrays (digits, synthetic)
+loader     batches for one rank; order and augment are its pure functions
 """
 
 from image_classification.data.arrays import ArrayDataset

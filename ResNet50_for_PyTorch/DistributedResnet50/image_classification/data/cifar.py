@@ -131,9 +131,7 @@ def read_class_names(folder: Path, version: CifarVersion) -> tuple[str, ...]:
     return tuple(names) if len(names) == version.num_classes else tuple(map(str, range(version.num_classes)))
 
 
-def _load_files(
-    folder: Path, version: CifarVersion, names: tuple[str, ...]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _load_files(folder: Path, version: CifarVersion, names: tuple[str, ...]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         smallest = version.published_images(missing[0]) * IMAGE_BYTES

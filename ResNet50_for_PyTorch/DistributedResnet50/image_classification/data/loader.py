@@ -111,9 +111,7 @@ class EvalLoader:
 class _InputTransform:
     """Turns uint8 images on the device into the network's input."""
 
-    def __init__(
-        self, dataset: ArrayDataset | FolderDataset, device: torch.device, memory_format: torch.memory_format
-    ):
+    def __init__(self, dataset: ArrayDataset | FolderDataset, device: torch.device, memory_format: torch.memory_format):
         self._size, self._memory_format = dataset.image_size, memory_format
         self._mean, self._std = (
             torch.tensor(values, device=device).mul_(255).view(1, 3, 1, 1) for values in (dataset.mean, dataset.std)

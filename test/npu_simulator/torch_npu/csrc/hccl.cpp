@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <set>
 #include <thread>
 #include <variant>
@@ -35,17 +36,22 @@ struct HcclWork final : c10d::Work {
   }
   bool wait(std::chrono::milliseconds timeout) override {
     try {
-      return inner->wait(timeout);
+      const bool is_chosen = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
+      return inner->wait(is_chosen ? timeout : time_left()); // gloo itself would wait for ever
     } catch (const std::exception& error) {
       wait_in_vain(deadline, error.what());
     }
+  }
+  std::chrono::milliseconds time_left() const {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    return std::max(left, std::chrono::milliseconds(1));
   }
   bool isCompleted() override { return inner->isCompleted(); }
   bool isSuccess() const override { return inner->isSuccess(); }
   std::exception_ptr exception() const override { return inner->exception(); }
   int sourceRank() const override { return inner->sourceRank(); }
-  void synchronize() override { wait(c10d::kUnsetTimeout); }
-  void blockCurrentStream() override { wait(c10d::kUnsetTimeout); }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
   void abort() override { inner->abort(); }
   uint64_t getSequencenumber() const override { return inner->getSequencenumber(); }
   Tensors result() override {
@@ -81,7 +87,6 @@ static void check(const Tensor& tensor) {
   TORCH_CHECK(tensor.device().type() == kNPU && tensor.layout() == at::kStrided,
       "Tensors must be NPU and dense", kInvalidType);
   TORCH_CHECK(tensor.is_contiguous(tensor.suggest_memory_format()), "Tensors must be contiguous", kInvalidType);
-  TORCH_CHECK(!tensor.is_complex(), "hccl has no data type for ", tensor.scalar_type(), kInvalidType);
 }
 
 static void check_reducible(const Tensor& tensor, bool takes_bytes) {
