@@ -40,7 +40,7 @@ def test_console(finished):
     text, _ = finished
     assert "no accelerator: 8 ranks on the CPU" in text
     assert "global batch 64 = 8 ranks x 8 x 1 accumulation" in text
-    assert "learning rate 0.025 (0.1 per 256 images)" in text
+    assert "learning rate 0.05 (0.2 per 256 images)" in text
     steps = re.findall(r"^Epoch: \[(\d)\]\[ *(\d+)/22\] Time .* Data .* Loss .* Acc@1 .* Acc@5 ", text, re.MULTILINE)
     assert steps == [(epoch, step) for epoch in "01" for step in ("10", "20", "22")]
     assert RESULT_BLOCK.search(text), text[-500:]

@@ -159,7 +159,7 @@ def test_the_later_of_two_flags_wins():
 
 def test_precedence_default_recipe_command_line():
     assert TrainConfig().schedule.epochs == 90
-    assert values("--data_path=digits")["epochs"] == 8
+    assert values("--data_path=digits")["epochs"] == 16
     assert values("--data_path=digits", "--recipe=performance")["epochs"] == 2
     chosen = values("--data_path=digits", "--recipe=performance", "--epochs=5")
     assert chosen["epochs"] == 5

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import torch_npu  # noqa: F401
 
 NUM_SAMPLES = 3
-NUM_EXPECTED = 685
+NUM_OTHERS = 18  # that fail, or of which no result can be compared: at least 685 of the 703 in torch 2.14 agree
 EXPECTED_FAILURES = {
     "to_sparse": "sparse tensors are refused",
     "sparse.mm.reduce": "sparse tensors are refused",
@@ -103,8 +103,8 @@ def test_operators():
             continue
         if any(compared):
             passed.append(name)
-    print(f"\n{len(passed)} operators agree, {len(failed)} do not:")
+    print(f"\n{len(passed)} of {len(op_db)} operators agree, {len(failed)} do not:")
     for name, reason in failed.items():
         print(f"  {name}: {EXPECTED_FAILURES.get(name, 'UNEXPECTED')} ({reason})")
     assert sorted(failed) == sorted(EXPECTED_FAILURES)
-    assert len(passed) >= NUM_EXPECTED
+    assert len(passed) >= len(op_db) - NUM_OTHERS
