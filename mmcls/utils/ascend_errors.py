@@ -47,7 +47,7 @@ MEANINGS = {
     "ERR01007": ("an operator is neither on the card nor on the CPU", "the list of supported operators"),
     "ERR99999": ("an error outside torch_npu", "the Python traceback"),
 }
-BUSY = ("EJ0001", "EJ0003", "EI0019")
+BUSY = {"EJ0001", "EJ0003", "EI0019"}
 """Codes that an old or another job causes, and that waiting may mend."""
 CONSEQUENCES = ("EI0002", "107020", "507048")
 """Codes of a rank that waited for another one."""
@@ -70,3 +70,8 @@ def explain(text: str) -> str | None:
         return None
     meaning, look_first = MEANINGS[codes[0]]
     return f"{codes[0]}: {meaning}; look first at {look_first}"
+
+
+def is_busy(text: str) -> bool:
+    """Whether a message has a code that an old or another job causes, and that waiting may mend."""
+    return not BUSY.isdisjoint(error_codes(text))

@@ -68,8 +68,10 @@ def auto_select_device() -> str:
     """The best device type here: npu, then cuda, then cpu.
 
     Raises:
-        RequestError: torch_npu is installed but cannot load.
+        RequestError: torch_npu is installed but cannot load, or the mask hides all its cards by mistake.
     """
+    if os.environ.get(NPU_MASK) and load_torch_npu():
+        check_npu_mask()
     return next((device_type for device_type in ("npu", "cuda") if device_count(device_type) > 0), "cpu")
 
 
@@ -121,9 +123,10 @@ def use_full_float32(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     elif device.type == "npu":
-        for name in ("conv", "matmul"):
-            if _npu_has(name):
-                getattr(torch.npu, name).allow_hf32 = False
+        if _npu_has("conv"):
+            torch.npu.conv.allow_hf32 = False
+        if _npu_has("matmul"):
+            torch.npu.matmul.allow_hf32 = False
         if _npu_has("set_option"):
             torch.npu.set_option({"ACL_PRECISION_MODE": "must_keep_origin_dtype"})
 

@@ -1,6 +1,7 @@
 """Process groups, the wrapper around the model, and the few collectives that a run needs; the only importer of mmcv."""
 
 import inspect
+import logging
 import os
 import sys
 import warnings
@@ -25,8 +26,8 @@ NORM_BUFFERS = ("running_mean", "running_var")
 
 
 def started_as_rank() -> bool:
-    """Whether a launcher (torchrun or ours) started this process as a rank; WORLD_SIZE alone says nothing."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun or our launcher started this process as a rank; schedulers set some of these, but not all."""
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def init_process_group(device: torch.device, backend: str | None, timeout_seconds: float) -> None:
@@ -99,6 +100,8 @@ def npu_distributed_data_parallel() -> type[DistributedDataParallel]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # mmcv 1.x announces mmcv 2 at every import
+            # and imports this module of torch, which tells of a CUDA compiler without a card
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             from mmcv.device.npu import NPUDistributedDataParallel as MmcvWrapper
     except ImportError as error:
         module = sys.modules.get("mmcv")

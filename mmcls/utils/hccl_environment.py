@@ -20,11 +20,14 @@ PORTS_OF_A_JOB = 32
 PORT_NAMES = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")
 
 
-def prepare_hccl_environment() -> list[str]:
+def prepare_hccl_environment(choose_ports: bool = True) -> list[str]:
     """Completes the environment that the ranks will inherit.
 
+    Args:
+        choose_ports: give the job ports of its own; only by who starts all ranks of the machine.
+
     Returns:
-        Lines that say what is set and by whom.
+        Lines that say what is set.
 
     Raises:
         RequestError: a variable of the user has a value that HCCL does not take.
@@ -36,12 +39,12 @@ def prepare_hccl_environment() -> list[str]:
             continue
         if not value.isdecimal() or not smallest <= int(value) <= largest:
             raise RequestError(f"{name}={value}", f"must be from {smallest} to {largest}", "change it or unset it")
-        notes.append(f"{name}={value} (yours)")
+        notes.append(f"{name}={value}")
     for name, value in DEFAULTS.items():
         if name not in os.environ:
             os.environ[name] = value
             notes.append(f"{name}={value}")
-    if not any(name in os.environ for name in PORT_NAMES):
+    if choose_ports and not any(name in os.environ for name in PORT_NAMES):
         base = _free_block()
         os.environ["HCCL_IF_BASE_PORT"] = str(base)
         notes.append(f"HCCL_IF_BASE_PORT={base}, ports {base} to {base + PORTS_OF_A_JOB - 1} for this job")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+
 from image_classification.config import OptimConfig, PrecisionConfig
 from image_classification.optim import build_optimizer
 from image_classification.precision import Precision

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torchvision
+
 from image_classification import checkpoint
 from image_classification.checkpoint import (
     BEST,

@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+
 from image_classification.config import (
     DataConfig,
     OptimConfig,

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+
 from mmcls.utils import device
 from mmcls.utils.errors import RequestError
 

@@ -6,11 +6,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from mmcls.utils import distribution
 from mmcls.utils.distribution import npu_distributed_data_parallel, wrap_distributed_model, wrap_non_distributed_model
 from mmcls.utils.errors import RequestError
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 HAS_MMCV = importlib.util.find_spec("mmcv") is not None
 CPU = torch.device("cpu")
@@ -175,8 +176,8 @@ def test_alone_there_is_no_group(monkeypatch):
     ("device_type", "asked", "backend"), [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")]
 )
 def test_the_backend_of_a_group(monkeypatch, device_type, asked, backend):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     joined = {}
     monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: joined.update(name=name, timeout=timeout))
     distribution.init_process_group(torch.device(device_type), asked, 12.5)

@@ -22,6 +22,7 @@ LAYERS = (
     ("worker",),
     ("outcome",),
     ("launch",),
+    ("__main__",),
 )  # fmt: skip
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 LEAVES = LAYERS[1]

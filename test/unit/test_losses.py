@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from image_classification.losses import cross_entropy
 
 NUM_IMAGES, NUM_CLASSES = 32, 10

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from image_classification.losses import cross_entropy
 from image_classification.metrics import MetricSums, count_correct, top_k
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # The constant-class oracle: 4 + 3 + 3 images and a model that always answers class 0.
 ORACLE_LABELS = torch.tensor([0] * 4 + [1] * 3 + [2] * 3)

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch import nn
+
 from image_classification.config import OptimConfig
 from image_classification.optim import build_optimizer
 from image_classification.resnet import build_resnet
-from torch import nn
 
 
 def groups_of(model, **fields):

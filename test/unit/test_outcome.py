@@ -5,6 +5,8 @@ import signal
 
 import pytest
 import torch.distributed as dist
+
+from image_classification.checkpoint import LAST
 from image_classification.data import ImageReadError
 from image_classification.outcome import Failure, conclude, describe, first_failure, leave_word, stopped
 from image_classification.worker import RUN_FOLDER_FILE
@@ -39,7 +41,20 @@ def test_signals():
     assert raised(KeyboardInterrupt()).status == 130
     assert stopped(signal.SIGINT).status == 130
     assert stopped(signal.SIGTERM).status == 143
-    assert "SIGTERM" in stopped(signal.SIGTERM).line and "--resume" in stopped(signal.SIGTERM).line
+    assert "SIGTERM" in stopped(signal.SIGTERM).line
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_stopped_run_names_its_checkpoint_where_there_is_one(tmp_path, capsys, saved):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".checkpoint_last.pth.tar.tmp").touch()
+    if saved:
+        (folder / LAST).touch()
+    (tmp_path / RUN_FOLDER_FILE).write_text(str(folder))
+    assert conclude(stopped(signal.SIGTERM), tmp_path, 1) == 143
+    assert (f"continue with --resume={folder / LAST}" in capsys.readouterr().err) is saved
+    assert not list(folder.glob(".*.tmp")), "a half file was left behind"
 
 
 def test_only_surprises_have_a_traceback():

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from image_classification import precision as module
 from image_classification.config import PrecisionConfig
 from image_classification.precision import Precision

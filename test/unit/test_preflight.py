@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from image_classification import preflight
 from image_classification.checkpoint import KEYS
-from image_classification.config import TrainConfig, resolve, to_plain
+from image_classification.config import DataConfig, TrainConfig, resolve, to_plain
 from image_classification.data import DataLayout
 from image_classification.preflight import prepare_job
 from image_classification.resnet import build_resnet
@@ -57,7 +58,11 @@ def machine(monkeypatch):
         monkeypatch.setattr(preflight, "auto_select_device", lambda: device_type)
         monkeypatch.setattr(preflight, "npu_distributed_data_parallel", lambda: None)
         if device_type == "npu":  # torch knows the name only where torch_npu has told it
-            monkeypatch.setattr(preflight, "torch", SimpleNamespace(device=lambda name: SimpleNamespace(type=name)))
+
+            def device_of(name):
+                return SimpleNamespace(type=name) if name == "npu" else torch.device(name)
+
+            monkeypatch.setattr(preflight, "torch", SimpleNamespace(device=device_of))
 
     pretend()
     return pretend
@@ -181,15 +186,15 @@ def test_several_npus_need_a_working_mmcv(machine, monkeypatch):
 def test_every_default_is_filled_in():
     config = job_of().config
     assert (config.model.num_classes, config.model.stem, config.data.image_size) == (10, "cifar", 16)
-    assert (config.precision.opt_level, config.precision.channels_last) == ("O0", True)
-    assert config.data.workers is not None
+    assert config.precision.opt_level == "O0"
+    assert config.data.workers == 0, "an array needs no loader processes"
     assert prepare_job(config, DIGITS, 0.0).config == config
 
 
 def test_the_memory_format_of_npus_is_contiguous_unless_asked(machine):
     machine("npu", 1)
-    assert job_of().config.precision.channels_last is False
-    assert job_of(channels_last=True).config.precision.channels_last is True
+    assert "precision O0, memory format contiguous_format" in job_of().notes
+    assert "precision O0, memory format channels_last" in job_of(channels_last=True).notes
 
 
 @pytest.mark.parametrize(("size", "stem"), [(8, "cifar"), (64, "cifar"), (65, "imagenet"), (224, "imagenet")])
@@ -246,14 +251,23 @@ def test_the_automatic_level(monkeypatch, fast, level):
     assert job_of(opt_level="O1").config.precision.opt_level == "O1"
 
 
-def test_workers_share_the_cores_among_the_ranks(monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "num_ranks", "used"), [(None, 1, 8), (None, 4, 3), (2, 4, 2), (128, 4, 3), (0, 1, 0), (None, 13, 0)]
+)
+def test_workers_share_the_cores_among_the_ranks(monkeypatch, asked, num_ranks, used):
     monkeypatch.setattr(preflight.os, "sched_getaffinity", lambda _: set(range(12)))
-    assert job_of().config.data.workers == 8
-    assert job_of(nproc_per_node=4).config.data.workers == 3
-    assert job_of(workers=2, nproc_per_node=4).config.data.workers == 2
-    assert job_of(workers=128, nproc_per_node=4).config.data.workers == 3
-    assert job_of(workers=0).config.data.workers == 0
-    assert job_of(nproc_per_node=13).config.data.workers == 0
+    layout = dataclasses.replace(DIGITS, kind="folder")
+    config, notes = preflight._complete_data(TrainConfig(data=DataConfig(workers=asked)), layout, num_ranks, num_ranks)
+    assert config.data.workers == used
+    assert notes == [
+        f"loader workers: {used} per rank ({8 if asked is None else asked} asked, 12 cores for {num_ranks} ranks)"
+    ]
+
+
+def test_synthetic_images_fill_a_hundred_global_batches():
+    job = job_of(SYNTHETIC, image_size=8, batch_size=4, nproc_per_node=2)
+    assert (job.plan.num_train_images, job.plan.steps_per_epoch) == (800, 100)
+    assert job_of(SYNTHETIC, image_size=8, batch_size=4, synthetic_images=8).plan.num_train_images == 8
 
 
 def test_the_learning_rate_and_its_source_are_printed():
@@ -270,11 +284,13 @@ def test_a_place_where_nothing_can_be_written_is_a_wrong_request(tmp_path):
     assert "--output_dir" in refused(output_dir=str(tmp_path / "file")).subject
 
 
-def saved(tmp_path, num_classes=10, **options):
+def saved(tmp_path, num_classes=10, step=0, **options):
     config = job_of(**options).config
     path = tmp_path / "checkpoint.pth.tar"
     plan = to_plain(resolve(config, 1, 1437, 360))
-    contents = {"config": to_plain(config), "plan": plan, "num_classes": num_classes}
+    network = build_resnet(config.model.arch, 10, stem="cifar", width_multiplier=config.model.width_multiplier)
+    contents = {"config": to_plain(config), "plan": plan, "num_classes": num_classes, "model": network.state_dict()}
+    contents["step"] = step
     torch.save(dict.fromkeys(KEYS) | contents, path)
     return str(path)
 
@@ -285,6 +301,19 @@ def test_resuming_with_another_number_of_classes(tmp_path):
     assert error.subject == f"--resume={path}"
     assert error.problem == "checkpoint has 1000 classes, data has 10"
     assert "--pretrained" in error.remedy
+
+
+def test_a_checkpoint_of_another_network_is_refused_before_ranks_are_started(tmp_path):
+    path = saved(tmp_path, arch="resnet18", width_multiplier=0.125)
+    error = refused(resume=path, arch="resnet34", width_multiplier=0.125)
+    assert error.subject == f"--resume={path}"
+    assert "missing layer1.2" in error.problem
+
+
+def test_a_finished_run_is_not_continued(tmp_path):
+    path = saved(tmp_path, step=89 * 90)
+    assert refused(resume=path).problem == "has done its 8010 steps"
+    assert job_of(resume=path, epochs=91).plan.total_steps == 89 * 91
 
 
 def test_what_is_not_as_it_was_is_said_a_line_each(tmp_path):

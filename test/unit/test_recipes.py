@@ -1,6 +1,7 @@
 """The recipes against the numbers that were published for them."""
 
 import pytest
+
 from image_classification.config import resolve
 from image_classification.recipes import recipe
 from image_classification.schedule import make_schedule

@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 import yaml
+from PIL import Image
+
 from image_classification import reporting
 from image_classification.config import (
     DataConfig,
@@ -20,7 +22,6 @@ from image_classification.config import (
 )
 from image_classification.metrics import Metrics, MetricSums
 from image_classification.reporting import Reporter, case_name, create_run_folder, record_failure, write_json
-from PIL import Image
 
 BLOCK = [
     r"------------------ Final result ------------------",

@@ -1,6 +1,7 @@
 from itertools import pairwise
 
 import pytest
+
 from image_classification.config import ScheduleConfig
 from image_classification.schedule import make_schedule
 

@@ -1,4 +1,5 @@
 import pytest
+
 from image_classification.throughput import ThroughputMeter
 
 

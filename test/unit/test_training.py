@@ -5,14 +5,15 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from image_classification import training
 from image_classification.config import DataConfig, OptimConfig, ScheduleConfig, TrainConfig, resolve
 from image_classification.metrics import MetricSums
 from image_classification.training import epoch_seed, fit, fix_summation_order, grouped, train_step, validate
 from mmcls.utils.distribution import wrap_distributed_model
 from mmcls.utils.errors import DivergenceError
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def batch_of(num_images, seed=0, device="cpu"):
@@ -197,7 +198,7 @@ def test_max_steps_ends_inside_an_epoch_with_a_validation(make_state):
 
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_continued_run_equals_the_uninterrupted_one(make_state, stop):
-    schedule = lambda step: 0.1 / (step + 1)  # noqa: E731
+    schedule = lambda step: 0.1 / (step + 1)
     whole, first, second = (make_state(schedule=schedule) for _ in range(3))
     fit_small(whole, 3, epochs=2, accumulation_steps=2)
     fit_small(first, 3, epochs=2, accumulation_steps=2, max_steps=stop)

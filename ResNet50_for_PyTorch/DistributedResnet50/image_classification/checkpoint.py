@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from image_classification.config import TrainConfig
+from image_classification.config import RunPlan, TrainConfig
 from mmcls.utils.errors import RequestError
 
 LAST = "checkpoint_last.pth.tar"
@@ -129,11 +129,16 @@ def read_weights(path: str, flag: str = "--pretrained") -> dict[str, torch.Tenso
     return contents
 
 
+def resumed_step(checkpoint: dict, plan: RunPlan) -> int:
+    """The step to go on from: with another global batch an epoch has other steps, but the place in the run stays."""
+    return checkpoint["step"] * plan.steps_per_epoch // checkpoint["plan"]["steps_per_epoch"]
+
+
 def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], subject: str, new_head: bool) -> str | None:
     """Loads weights strictly.
 
     Args:
-        module: the unwrapped model.
+        module: the unwrapped model; on the meta device the weights are checked and nothing is loaded.
         weights: its parameters and buffers by name.
         subject: the flag and path, for error lines.
         new_head: keep the model's own last layer where the file's has another number of classes.
@@ -162,5 +167,6 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], subject: s
             raise RequestError(
                 subject, f"{name} is {there} there and {here} here", "check --arch, --stem, --num_classes"
             )
-    module.load_state_dict(weights)
+    if not all(parameter.is_meta for parameter in module.parameters()):
+        module.load_state_dict(weights)
     return note

@@ -36,7 +36,7 @@ NOT_AVAILABLE = ("mixup", "loss_scale", "static_loss_scale", "dynamic_loss_scale
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
-LARGEST = 2**63
+LARGEST, LARGEST_SEED = 10**9, 2**63
 
 # Smallest allowed values; `>` where the value itself is not allowed.
 LIMITS = {
@@ -125,10 +125,12 @@ def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> 
         if value.lower() not in BOOLEANS:
             raise RequestError(f"{written}={value}", "not a valid value", "take True or False")
         if value.lower() == "true":
-            yield "opt_level", "O2"
+            raise _no_o2(f"{written}={value}")
     elif name == "precision_mode":
         if value not in PRECISION_MODES:
             raise RequestError(f"{written}={value}", "unknown mode", f"take {' or '.join(PRECISION_MODES)}")
+        if PRECISION_MODES[value] == "O2":
+            raise _no_o2(f"{written}={value}")
         yield "opt_level", PRECISION_MODES[value]
     elif name == "local_rank":
         # Older launchers pass it beside the environment variable; the variable is what counts.
@@ -138,6 +140,10 @@ def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> 
         yield name, value
     else:
         raise _unknown(written, name, fields)
+
+
+def _no_o2(subject: str) -> RequestError:
+    return RequestError(subject, "means O2, which this version does not have", "take --opt_level=O1")
 
 
 def _unknown(written: str, name: str, fields: dict[str, type]) -> RequestError:
@@ -204,7 +210,7 @@ def _check(config: TrainConfig) -> None:
         value, bound = values[name], float(limit.lstrip(">="))
         if value is not None and not (value >= bound if ">=" in limit else value > bound):
             raise RequestError(f"--{name}={value}", f"must be {limit}", "change it")
-        if value is not None and value >= LARGEST:
+        if value is not None and value >= (LARGEST_SEED if name == "seed" else LARGEST):
             raise RequestError(f"--{name}={value}", "is too large", "change it")
     if config.optim.label_smoothing >= 1:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")

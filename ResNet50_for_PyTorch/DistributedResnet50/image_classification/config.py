@@ -10,7 +10,6 @@ from typing import Literal
 from mmcls.utils.errors import RequestError
 
 Arch = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
-DeviceType = Literal["npu", "cuda", "cpu"]
 LR_REFERENCE_BATCH = 256
 """Images of global batch that a recipe's learning rate belongs to (Goyal et al. 2017, section 2.1)."""
 
@@ -43,9 +42,9 @@ class DataConfig:
     image_size: int | None = None
     """Height and width in pixels; taken from the data unless given."""
     workers: int | None = None
-    """Loader processes per rank for image folders; default: the smaller of 8 and cores // ranks. Also -j."""
-    synthetic_images: int = 1280
-    """Training images of --data_path=synthetic (a quarter of it for validation)."""
+    """Loader processes per rank for image folders, 8 unless given, and never more than cores // ranks. Also -j."""
+    synthetic_images: int | None = None
+    """Training images of --data_path=synthetic (a quarter of it for validation); default: 100 global batches."""
     allow_empty_classes: bool = False
     """Accept class folders of train/ that hold no image."""
 

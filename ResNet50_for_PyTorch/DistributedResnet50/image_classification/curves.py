@@ -36,6 +36,8 @@ def draw_curves(epochs: Sequence[dict], path: Path, title: str) -> None:
         axes.set_ylabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
+        if label == "loss" and axes.lines:
+            axes.set_yscale("log")  # the first validation loss can be hundreds of times the later ones
         if axes.lines:
             axes.legend()
     figure.savefig(path, dpi=110)

@@ -22,10 +22,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from image_classification.cli import DEFAULT_PORT, parse
-from image_classification.config import to_plain
-from image_classification.outcome import Failure, conclude, describe, first_failure, leave_word, stopped
+from image_classification.config import DistributedConfig, to_plain
+from image_classification.outcome import (
+    Failure,
+    conclude,
+    describe,
+    first_failure,
+    forget_failures,
+    leave_word,
+    stopped,
+)
 from image_classification.preflight import Job, prepare_job
-from image_classification.worker import run_rank
+from image_classification.worker import BUSY_WAIT_SECONDS, RUN_FOLDER_FILE, run_rank
+from mmcls.utils.ascend_errors import is_busy
 from mmcls.utils.distribution import started_as_rank
 from mmcls.utils.errors import RequestError
 
@@ -56,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _use_simulated_npu()
             job = replace(prepare_job(config, layout, started_at), handover=handover)
             if config.run.print_config:
-                print(yaml.safe_dump(to_plain(job.config), sort_keys=False), end="")
+                print(yaml.safe_dump(to_plain(job.config) | {"plan": to_plain(job.plan)}, sort_keys=False), end="")
                 return 0
             if os.environ.get("RANK", "0") == "0":
                 print("\n".join(job.notes), flush=True)
@@ -64,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _launch_ranks(job)
             run_rank(job)
             return 0
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, _Stopped) as error:
             failure = (
                 error.args[0] if isinstance(error, _Stopped) else describe(error, int(os.environ.get("RANK", "0")))
             )
-        if is_rank and failure.status == 2 and failure.rank != 0:
-            return failure.status  # every rank of a torchrun finds the same wrong request; one says so
+        if is_rank and failure.status == 2 and os.environ["LOCAL_RANK"] != "0":
+            return failure.status  # every rank of a machine finds the same wrong request; one says so
         return conclude(failure, handover, int(os.environ["WORLD_SIZE"]) if is_rank else 1)
 
 
@@ -79,8 +88,8 @@ def _use_simulated_npu() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([SIMULATOR, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-class _Stopped(Exception):
-    pass
+class _Stopped(BaseException):
+    """SIGTERM came; not an Exception, since code that reads foreign files catches every one of those."""
 
 
 def _raise_stopped(signal_number: int, _frame: object) -> None:
@@ -88,17 +97,36 @@ def _raise_stopped(signal_number: int, _frame: object) -> None:
 
 
 def _launch_ranks(job: Job) -> int:
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         _silence(name)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.num_ranks)))
     try:
-        elastic_launch(_launch_config(job), _rank_main)(job)
-        return 0
+        failure = _run_agent(job)
+        if failure and _may_mend(failure, job):
+            print(f"{failure.line}; trying once more in {BUSY_WAIT_SECONDS} s", file=sys.stderr, flush=True)
+            time.sleep(BUSY_WAIT_SECONDS)
+            forget_failures(job.handover)
+            failure = _run_agent(job)
     except SignalException as error:
         failure = stopped(error.sigval)
+    return conclude(failure, job.handover, job.num_ranks * job.config.distributed.world_size) if failure else 0
+
+
+def _run_agent(job: Job) -> Failure | None:
+    try:
+        elastic_launch(_launch_config(job), _rank_main)(job)
     except ChildFailedError as error:
-        failure = _pick_failure(error, job.handover)
-    return conclude(failure, job.handover, job.num_ranks * job.config.distributed.world_size)
+        return _pick_failure(error, job.handover, job.config.distributed.rank * job.num_ranks)
+    return None
+
+
+def _may_mend(failure: Failure, job: Job) -> bool:
+    """Whether a port or card was still held by an old job, and no rank had begun to train.
+
+    One rank alone cannot try again: the others are already in the group that it could not join.
+    """
+    has_begun = (job.handover / RUN_FOLDER_FILE).exists()
+    return is_busy(failure.line) and not has_begun and job.config.distributed.world_size == 1
 
 
 def _silence(logger_name: str) -> None:
@@ -124,43 +152,52 @@ def _launch_config(job: Job) -> LaunchConfig:
         "logs_specs": DefaultLogsSpecs(log_dir=str(job.handover), redirects={rank: Std.ALL for rank in quiet}),
     }
     if distributed.world_size > 1:
-        host, port = _meeting_point(distributed.dist_url)
+        # Until the machines have met, this process waits in C++, where no Python handler runs; it has no ranks yet.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        host, port = _meeting_point(distributed)
         return LaunchConfig(
             **common, rdzv_backend="static", rdzv_endpoint=f"{host}:{port}", rdzv_configs={"rank": distributed.rank}
         )
     # One machine: ranks talk over loopback.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return LaunchConfig(
-        **common, rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:{_chosen_port()}", local_addr=LOOPBACK
+        **common, rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:{_chosen_port(distributed)}", local_addr=LOOPBACK
     )
 
 
-def _meeting_point(url: str | None) -> tuple[str, int]:
-    address = url or f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+def _meeting_point(distributed: DistributedConfig) -> tuple[str, int]:
+    """Host and port of several machines, from --dist_url or MASTER_ADDR and MASTER_PORT."""
+    address = os.environ.get("MASTER_ADDR", "")
+    url = distributed.dist_url or f"tcp://{address}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal():
-        raise RequestError(
-            f"--dist_url={url}", "is no meeting point", "write tcp://HOST:PORT, the same on all machines"
-        )
+        subject = f"--dist_url={url}" if distributed.dist_url else f"--world_size={distributed.world_size}"
+        raise RequestError(subject, "does not say where the machines meet", "give --dist_url=tcp://HOST:PORT on each")
+    if distributed.rank == 0:
+        _check_port(port, "--dist_url")
     return host, int(port)
 
 
-def _chosen_port() -> int:
-    """The user's MASTER_PORT, which must be free; else 0, which takes a free one."""
+def _chosen_port(distributed: DistributedConfig) -> int:
+    """On one machine: the port of --dist_url or MASTER_PORT, which must be free; else 0, which takes a free one."""
+    if distributed.dist_url:
+        return _check_port(distributed.dist_url.rpartition(":")[2], "--dist_url")
     text = os.environ.get("MASTER_PORT")
-    if text is None:
-        return 0
+    return 0 if text is None else _check_port(text, "MASTER_PORT")
+
+
+def _check_port(text: str, name: str) -> int:
+    """torch's store listens on all interfaces, so the port must be free on all of them."""
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise RequestError(f"MASTER_PORT={text}", "is no port", "set it to a number from 1 to 65535, or unset it")
+        raise RequestError(f"{name}={text}", "is no port", "take a number from 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, int(text)))
+            probe.bind(("", int(text)))
         except OSError as error:
             raise RequestError(
-                f"MASTER_PORT={text}",
-                f"port {text} is in use",
-                "set MASTER_PORT to another, or unset it for a free one",
+                f"{name}={text}", f"port {text} is in use", f"set {name} to another, or leave it out for a free one"
             ) from error
     return int(text)
 
@@ -181,7 +218,7 @@ def _rank_main(job: Job) -> None:
         sys.exit(failure.status)
 
 
-def _pick_failure(error: ChildFailedError, handover: Path) -> Failure:
+def _pick_failure(error: ChildFailedError, handover: Path, first_rank: int) -> Failure:
     """The failure to tell: the first that a rank explained, unless one was killed and could explain nothing."""
     told = first_failure(handover)
     if told is not None and not told.consequence:
@@ -194,7 +231,8 @@ def _pick_failure(error: ChildFailedError, handover: Path) -> Failure:
             else f"ended with status {process.exitcode}"
         )
         hint = "; SIGKILL is often the system's answer to too little memory" if process.exitcode == -9 else ""
-        return Failure(local_rank, 1, f"rank {local_rank} {end}{hint}", _last_words(handover, local_rank))
+        rank = first_rank + local_rank
+        return Failure(rank, 1, f"rank {rank} {end}{hint}", _last_words(handover, local_rank))
     return told
 
 

@@ -9,9 +9,13 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
+from image_classification.checkpoint import LAST
+from image_classification.data import ImageReadError
 from image_classification.reporting import record_failure
 from image_classification.worker import RUN_FOLDER_FILE
 from mmcls.utils.ascend_errors import explain
@@ -46,16 +50,16 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return stopped(signal.SIGINT, rank)
     text = " ".join(str(error).split())
-    name = type(error).__name__
-    line = text if name == "ImageReadError" else explain(text) or f"{name}: {text[:500]}"
+    line = text if isinstance(error, ImageReadError) else explain(text) or f"{type(error).__name__}: {text[:500]}"
+    if isinstance(error, torch.OutOfMemoryError):
+        line = f"{line}; take a smaller --batch_size"
     return Failure(rank, 1, line, traceback.format_exc(), is_communication_error(error), time.time())
 
 
 def stopped(signal_number: int, rank: int = 0) -> Failure:
     """The end by a signal: exit status 128 + its number."""
     name = signal.Signals(signal_number).name
-    line = f"stopped by {name}; continue with --resume and the run folder's last checkpoint"
-    return Failure(rank, 128 + signal_number, line, time=time.time())
+    return Failure(rank, 128 + signal_number, f"stopped by {name}", time=time.time())
 
 
 def leave_word(failure: Failure, handover: Path) -> None:
@@ -75,6 +79,12 @@ def first_failure(handover: Path) -> Failure | None:
     return min(failures, key=lambda failure: (failure.consequence, failure.time), default=None)
 
 
+def forget_failures(handover: Path) -> None:
+    """Removes what the ranks left, before they are started again."""
+    for path in handover.glob("failure_*.json"):
+        path.unlink()
+
+
 def conclude(failure: Failure, handover: Path, num_ranks: int) -> int:
     """Marks the run's folder, prints the failure to stderr with its line last, and gives the exit status."""
     tells_rank = num_ranks > 1 and failure.status in (1, 3) and not failure.line.startswith("rank ")
@@ -83,6 +93,8 @@ def conclude(failure: Failure, handover: Path, num_ranks: int) -> int:
     where = ""
     if run_folder.exists():
         folder = Path(run_folder.read_text(encoding="utf-8"))
+        if failure.status > 128 and (folder / LAST).exists():
+            failure = replace(failure, line=f"{failure.line}; continue with --resume={folder / LAST}")
         try:
             record_failure(folder, STATUS_NAMES[failure.status], who + failure.line, failure.details)
             where = f" (log: {folder / 'train.log'})"

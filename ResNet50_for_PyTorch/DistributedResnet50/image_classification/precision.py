@@ -16,6 +16,12 @@ from image_classification.config import PrecisionConfig
 from mmcls.utils.device import half_type, make_grad_scaler
 
 
+def memory_format(config: PrecisionConfig, device_type: str) -> torch.memory_format:
+    """Of images and weights; channels-last unless told otherwise, but not on NPUs, which do not document it."""
+    channels_last = device_type != "npu" if config.channels_last is None else config.channels_last
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
 class Precision:
     """What the training step asks of a level.
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
-from image_classification.checkpoint import read_checkpoint, read_weights
-from image_classification.config import RunPlan, TrainConfig, resolve, to_plain
-from image_classification.data import DataLayout, open_datasets, prepare_data
+from image_classification.checkpoint import load_weights, read_checkpoint, read_weights, resumed_step
+from image_classification.config import RunConfig, RunPlan, TrainConfig, resolve, to_plain
+from image_classification.data import DataLayout, absolute_path, open_datasets, prepare_data
+from image_classification.precision import memory_format
+from image_classification.resnet import build_resnet
 from mmcls.utils.device import (
     BACKENDS,
     auto_select_device,
@@ -21,7 +23,9 @@ from mmcls.utils.distribution import npu_distributed_data_parallel, started_as_r
 from mmcls.utils.errors import RequestError
 from mmcls.utils.hccl_environment import prepare_hccl_environment
 
+DEFAULT_OUTPUT = Path(__file__).resolve().parents[3] / "test" / "output"
 CIFAR_STEM_UP_TO = 64
+SYNTHETIC_GLOBAL_BATCHES = 100
 MAX_WORKERS = 8
 
 
@@ -34,6 +38,7 @@ class Job:
         cards: the card of each rank of this machine; empty on the CPU.
         num_ranks: ranks of this machine.
         notes: what the user should know, a line each.
+        plan: the numbers of the run.
         started_at: when the command was started, seconds since the epoch.
         handover: folder in which the ranks leave word for the launcher.
     """
@@ -43,6 +48,7 @@ class Job:
     cards: tuple[int, ...]
     num_ranks: int
     notes: tuple[str, ...]
+    plan: RunPlan
     started_at: float
     handover: Path | None = None
 
@@ -59,13 +65,12 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     if layout.kind == "synthetic" and config.model.num_classes:
         layout = replace(layout, num_classes=config.model.num_classes)
     if layout.path is not None:  # absolute, so that a resumed run finds it from anywhere
-        absolute = str(Path(config.data.data_path).expanduser().absolute())
-        config = replace(config, data=replace(config.data, data_path=absolute))
+        config = replace(config, data=replace(config.data, data_path=str(absolute_path(config.data.data_path))))
     config, model_notes = _complete_model(config, layout)
     config, precision_notes = _choose_precision(config)
-    config = replace(config, data=replace(config.data, workers=_num_workers(config, num_ranks)))
-    datasets = open_datasets(layout, config.data, config.data.image_size)
     world_size = int(os.environ["WORLD_SIZE"]) if started_as_rank() else num_ranks * config.distributed.world_size
+    config, data_notes = _complete_data(config, layout, num_ranks, world_size)
+    datasets = open_datasets(layout, config.data, config.data.image_size)
     plan = resolve(config, world_size, len(datasets.train), len(datasets.val))
     _check_output(config)
     if not config.run.evaluate:
@@ -76,19 +81,25 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     notes += [
         *model_notes,
         *precision_notes,
+        *data_notes,
         plan.batch_line,
         f"learning rate {plan.peak_lr:g} ({lr_source})",
         *weight_notes,
     ]
     notes.append(f"{plan.num_train_images} training images in {plan.steps_per_epoch} steps an epoch, "
                  f"{plan.left_out_images} left out by each epoch's order; {plan.num_val_images} validation images")  # fmt: skip
-    return Job(config, layout, cards, num_ranks, tuple(notes), started_at)
+    return Job(config, layout, cards, num_ranks, tuple(notes), plan, started_at)
 
 
 def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], int, list[str]]:
     distributed, notes = config.distributed, []
     if started_as_rank():  # torchrun has decided how many there are
-        distributed = replace(distributed, nproc_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        started = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if distributed.nproc_per_node not in (None, started) or distributed.world_size > 1:
+            raise RequestError(
+                "--nproc_per_node and --world_size", f"torchrun has started {started} ranks here", "leave them out"
+            )
+        distributed = replace(distributed, nproc_per_node=started)
     if distributed.simulate_npu and distributed.device not in ("auto", "npu"):
         raise RequestError("--simulate_npu", f"does not fit --device={distributed.device}", "leave --device out")
     device_type = auto_select_device() if distributed.device == "auto" else distributed.device
@@ -121,7 +132,7 @@ def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], 
             )
     if device_type == "npu" and num_ranks * distributed.world_size > 1:
         npu_distributed_data_parallel()
-        notes += prepare_hccl_environment()
+        notes += prepare_hccl_environment(choose_ports=not started_as_rank())
     return replace(config, distributed=replace(distributed, device=device_type)), cards, num_ranks, notes
 
 
@@ -145,13 +156,16 @@ def _choose_cards(
     return cards
 
 
+def output_folder(config: RunConfig) -> Path:
+    """The folder of all runs."""
+    return Path(config.output_dir).expanduser() if config.output_dir else DEFAULT_OUTPUT
+
+
 def _check_output(config: TrainConfig) -> None:
     """The run's folder is made when the first step is near; that it can be made is seen here."""
-    if config.run.output_dir is None:
-        return
-    subject = f"--output_dir={config.run.output_dir}"
+    subject = f"--output_dir={config.run.output_dir or DEFAULT_OUTPUT}"
     try:
-        path = Path(config.run.output_dir).expanduser().absolute()
+        path = output_folder(config.run).absolute()
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
     except (OSError, RuntimeError) as error:
         raise RequestError(subject, f"is no path ({error})", "check it") from error
@@ -194,17 +208,26 @@ def _choose_precision(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
             notes.append(
                 "this CPU has no bfloat16 instructions: O0 is used; --opt_level=O1 forces O1, which is slow here"
             )
-    channels_last = precision.channels_last
-    if channels_last is None:
-        channels_last = device.type != "npu"
-    notes.append(f"precision {level}, {'channels-last' if channels_last else 'contiguous'} memory format")
-    return replace(config, precision=replace(precision, opt_level=level, channels_last=channels_last)), notes
+    layout = str(memory_format(precision, device.type)).removeprefix("torch.")
+    notes.append(f"precision {level}, memory format {layout}")
+    return replace(config, precision=replace(precision, opt_level=level)), notes
 
 
-def _num_workers(config: TrainConfig, num_ranks: int) -> int:
-    """Loader processes per rank: what was asked, but not more than the cores that each rank has."""
-    asked = MAX_WORKERS if config.data.workers is None else config.data.workers
-    return min(asked, len(os.sched_getaffinity(0)) // num_ranks)
+def _complete_data(
+    config: TrainConfig, layout: DataLayout, num_ranks: int, world_size: int
+) -> tuple[TrainConfig, list[str]]:
+    """Loader processes: what was asked, but not more than the cores that each rank has. Synthetic images: enough."""
+    data, notes = config.data, []
+    if layout.kind == "folder":
+        asked, cores = (MAX_WORKERS if data.workers is None else data.workers), len(os.sched_getaffinity(0))
+        data = replace(data, workers=min(asked, cores // num_ranks))
+        notes.append(f"loader workers: {data.workers} per rank ({asked} asked, {cores} cores for {num_ranks} ranks)")
+    else:
+        data = replace(data, workers=0)
+    if layout.kind == "synthetic" and data.synthetic_images is None:
+        global_batch = data.batch_size * config.schedule.accumulation_steps * world_size
+        data = replace(data, synthetic_images=SYNTHETIC_GLOBAL_BATCHES * global_batch)
+    return replace(config, data=data), notes
 
 
 def _check_norms_have_values(config: TrainConfig) -> None:
@@ -220,8 +243,16 @@ def _check_norms_have_values(config: TrainConfig) -> None:
 
 def _check_weights(config: TrainConfig, plan: RunPlan) -> list[str]:
     """Reads the file that the run starts from; says what is not as it was in the run that is continued."""
+    with torch.device("meta"):
+        network = build_resnet(
+            config.model.arch,
+            config.model.num_classes,
+            stem=config.model.stem,
+            width_multiplier=config.model.width_multiplier,
+        )
     if config.run.pretrained:
-        read_weights(config.run.pretrained)
+        weights, subject = read_weights(config.run.pretrained), f"--pretrained={config.run.pretrained}"
+        load_weights(network, weights, subject, new_head=not config.run.evaluate)
     if not config.run.resume:
         return []
     checkpoint = read_checkpoint(config.run.resume)
@@ -230,6 +261,13 @@ def _check_weights(config: TrainConfig, plan: RunPlan) -> list[str]:
             f"--resume={config.run.resume}",
             f"checkpoint has {checkpoint['num_classes']} classes, data has {config.model.num_classes}",
             "take the weights by --pretrained",
+        )
+    load_weights(network, checkpoint["model"], f"--resume={config.run.resume}", new_head=False)
+    if not config.run.evaluate and resumed_step(checkpoint, plan) >= plan.total_steps:
+        raise RequestError(
+            f"--resume={config.run.resume}",
+            f"has done its {plan.total_steps} steps",
+            "raise --epochs or --max_steps to train on",
         )
     saved, now = checkpoint["config"], to_plain(config)
     differences = [

@@ -10,7 +10,8 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -52,6 +53,15 @@ def create_run_folder(parent: Path) -> Path:
     raise FileExistsError(f"{parent}: 1000 runs in one second")
 
 
+def _installed_versions() -> dict[str, str]:
+    """Versions of what the numbers of a run depend on, as far as it is installed."""
+    found = {}
+    for name in ("torch", "numpy", "torch_npu", "mmcv"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def write_json(contents: dict, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
@@ -60,6 +70,8 @@ def write_json(contents: dict, path: Path) -> None:
 
 def record_failure(folder: Path, status: str, error: str, details: str) -> None:
     """Marks a run that did not finish; `status` is failed, diverged or stopped, `details` a traceback or nothing."""
+    for half_file in folder.glob(".*.tmp"):  # of a rank that was killed while it wrote
+        half_file.unlink(missing_ok=True)
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_json(summary | {"status": status, "error": error}, path)
@@ -203,8 +215,7 @@ class Reporter:
             "device_name": device_name(self._device),
             "simulated": is_simulated(self._device),
             "machine": platform.machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "torchvision": version("torchvision")},
+            "versions": {"python": platform.python_version(), **_installed_versions()},
             "command": sys.argv,
             "process": os.getpid(),
             **to_plain(self._plan),
@@ -235,7 +246,6 @@ class Reporter:
         rate, last = self._meter.images_per_second, self._epochs[-1]
         shown_rate = f"n/a (needs more than {self._steps_needed()})" if rate is None else f"{rate:.3f}"
         duration = time.time() - self._started_at
-        draw_curves(self._epochs, self.folder / "curves.png", self._case)
         results = {
             "images_per_second": rate,
             "throughput_images": self._meter.images,
@@ -249,11 +259,13 @@ class Reporter:
             "best_top1_percent": state.best[0],
             "best_epoch": state.best[1],
             "steps_done": state.step,
+            "skipped_updates": state.skipped_updates,
             "e2e_seconds": duration,
             "peak_memory_bytes_rank0": peak_memory_bytes(self._device),
         }
         write_json(self._facts() | {"status": "done", **results}, self.folder / "summary.json")
         self._write_modelzoo_log(shown_rate, rate, last, duration)
+        draw_curves(self._epochs, self.folder / "curves.png", self._case)
         self.say(f"images/s leaves out the first {self._meter.warmup_steps} steps and the first of each epoch")
         simulated = " (simulated NPU)" if is_simulated(self._device) else ""
         self.say(f"------------------ Final result{simulated} ------------------")

@@ -35,6 +35,7 @@ class TrainState:
         module: the network itself; validated and saved.
         model: what the step calls: `module`, or the distributed wrapper around it.
         step: optimizer updates done since the run began.
+        skipped_updates: of those, the ones that an overflow of the short type left out.
         best: top-1 in percent and epoch of the best validation.
     """
 
@@ -47,6 +48,7 @@ class TrainState:
     seed: int
     device: torch.device
     step: int = 0
+    skipped_updates: int = 0
     best: tuple[float, int] = (-1.0, -1)
 
 
@@ -78,7 +80,7 @@ def train_step(state: TrainState, group: list[Batch]) -> MetricSums:
             loss = cross_entropy(logits, labels, state.label_smoothing)
             state.precision.backward(loss * (len(labels) / num_images))
         sums.add(loss, logits, labels)
-    state.precision.step()
+    state.skipped_updates += not state.precision.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     return sums

@@ -16,18 +16,19 @@ from image_classification.checkpoint import (
     load_weights,
     read_checkpoint,
     read_weights,
+    resumed_step,
     save_checkpoint,
 )
 from image_classification.config import RunPlan, TrainConfig, resolve, to_plain
 from image_classification.data import Datasets, EvalLoader, TrainLoader, open_datasets
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision
-from image_classification.preflight import Job
+from image_classification.precision import Precision, memory_format
+from image_classification.preflight import Job, output_folder
 from image_classification.reporting import Reporter
 from image_classification.resnet import build_resnet
 from image_classification.schedule import make_schedule
 from image_classification.training import TrainState, fit, fix_summation_order, validate
-from mmcls.utils.ascend_errors import BUSY, error_codes, explain
+from mmcls.utils.ascend_errors import explain, is_busy
 from mmcls.utils.device import seed_everything, set_device, use_full_float32
 from mmcls.utils.distribution import (
     destroy_process_group,
@@ -40,7 +41,6 @@ from mmcls.utils.distribution import (
 )
 from mmcls.utils.errors import RequestError
 
-DEFAULT_OUTPUT = Path(__file__).resolve().parents[3] / "test" / "output"
 RUN_FOLDER_FILE = "run_folder"
 BUSY_WAIT_SECONDS = 10
 
@@ -58,7 +58,7 @@ def run_rank(job: Job) -> None:
     # Before the group is joined: reading data is what makes ranks late, and a collective waits only so long.
     datasets = open_datasets(job.layout, config.data, config.data.image_size)
     distributed = config.distributed
-    retry_if_busy(lambda: init_process_group(device, distributed.dist_backend, distributed.dist_timeout))
+    init_process_group(device, distributed.dist_backend, distributed.dist_timeout)
     try:
         _run(job, datasets, device)
     finally:
@@ -66,11 +66,11 @@ def run_rank(job: Job) -> None:
 
 
 def retry_if_busy(function: Callable[[], T]) -> T:
-    """Calls it again once, after a wait, where a card or port is still held by an old job (EJ0001, EJ0003)."""
+    """Calls it again once, after a wait, where a card is still held by an old job (EJ0001)."""
     try:
         return function()
     except RuntimeError as error:
-        if not set(error_codes(str(error))) & set(BUSY):
+        if not is_busy(str(error)):
             raise
         print(f"{explain(str(error))}; trying once more in {BUSY_WAIT_SECONDS} s", file=sys.stderr, flush=True)
         time.sleep(BUSY_WAIT_SECONDS)
@@ -90,8 +90,7 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
     reporter = None
     if get_rank() == 0:
         reporter = Reporter(config, plan, config.model.num_classes, device, job.started_at)
-        parent = Path(config.run.output_dir).expanduser() if config.run.output_dir else DEFAULT_OUTPUT
-        folder = reporter.open(parent, job.notes, notes)
+        folder = reporter.open(output_folder(config.run), job.notes, notes)
         (job.handover / RUN_FOLDER_FILE).write_text(str(folder), encoding="utf-8")
     val_loader = EvalLoader(datasets.val, **_loader_options(config, device), batch_size=plan.micro_batch_size)
     try:
@@ -123,7 +122,9 @@ def _train(
         seed=config.run.seed,
     )
     shape = (plan.micro_batch_size, 3, config.data.image_size, config.data.image_size)
-    images = torch.zeros(shape, device=state.device).to(memory_format=memory_format(config))
+    images = torch.zeros(shape, device=state.device).to(
+        memory_format=memory_format(config.precision, state.device.type)
+    )
     fix_summation_order(state, images, torch.zeros(len(images), dtype=torch.int64, device=state.device))
     if reporter:
         reporter.training_started(state)
@@ -136,17 +137,13 @@ def _train(
         reporter.run_done(state)
 
 
-def memory_format(config: TrainConfig) -> torch.memory_format:
-    return torch.channels_last if config.precision.channels_last else torch.contiguous_format
-
-
 def _loader_options(config: TrainConfig, device: torch.device) -> dict:
     return {
         "rank": get_rank(),
         "world_size": get_world_size(),
         "device": device,
         "workers": config.data.workers,
-        "memory_format": memory_format(config),
+        "memory_format": memory_format(config.precision, device.type),
     }
 
 
@@ -174,7 +171,7 @@ def build_state(config: TrainConfig, plan: RunPlan, device: torch.device) -> tup
     elif config.run.resume:
         checkpoint = read_checkpoint(config.run.resume)
         load_weights(module, checkpoint["model"], f"--resume={config.run.resume}", new_head=False)
-    module = wrap_non_distributed_model(module, device).to(memory_format=memory_format(config))
+    module = wrap_non_distributed_model(module, device).to(memory_format=memory_format(config.precision, device.type))
     optimizer = build_optimizer(module, config.optim, plan.peak_lr)
     steps_of_all_epochs = plan.steps_per_epoch * plan.epochs
     state = TrainState(
@@ -208,13 +205,8 @@ def _wrap(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 def _resume(state: TrainState, checkpoint: dict, path: str, plan: RunPlan) -> str:
     state.optimizer.load_state_dict(checkpoint["optimizer"])
     state.precision.load_state_dict(checkpoint["precision"])
-    # With another global batch an epoch has another number of steps; the place in the run stays the same.
-    state.step = checkpoint["step"] * plan.steps_per_epoch // checkpoint["plan"]["steps_per_epoch"]
+    state.step = resumed_step(checkpoint, plan)
     state.best = tuple(checkpoint["best"])
-    if state.step >= plan.total_steps:
-        raise RequestError(
-            f"--resume={path}", f"has done its {state.step} steps", "raise --epochs or --max_steps to train on"
-        )
     epoch, offset = divmod(state.step, plan.steps_per_epoch)
     inside = f", step {offset} of {plan.steps_per_epoch}" if offset else ""
     return f"resumed {path}: next is epoch {epoch}{inside}; best so far {state.best[0]:.3f} in epoch {state.best[1]}"

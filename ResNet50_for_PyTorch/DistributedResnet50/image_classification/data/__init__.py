@@ -9,7 +9,7 @@ from image_classification.data.arrays import ArrayDataset
 from image_classification.data.datasets import Datasets, open_datasets
 from image_classification.data.decode import ImageReadError
 from image_classification.data.folder import FolderDataset
-from image_classification.data.layouts import DataLayout, detect_layout, prepare_data
+from image_classification.data.layouts import DataLayout, absolute_path, detect_layout, prepare_data
 from image_classification.data.loader import EvalLoader, TrainLoader
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "FolderDataset",
     "ImageReadError",
     "TrainLoader",
+    "absolute_path",
     "detect_layout",
     "open_datasets",
     "prepare_data",

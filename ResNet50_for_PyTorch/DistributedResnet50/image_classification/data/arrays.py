@@ -9,7 +9,7 @@ from torch.nn import functional
 from mmcls.utils.errors import RequestError
 
 DIGITS_SIDE, DIGITS_MAX, DIGITS_VAL_IMAGES = 8, 16, 360
-SYNTHETIC_CLASSES = 1000
+SYNTHETIC_CLASSES, SYNTHETIC_IMAGES, SYNTHETIC_POOL = 1000, 1280, 256
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ArrayDataset:
     """Images that are all in memory, with what the loaders need to know about them.
 
     Args:
-        images: `[N, 3, H, W]`, uint8.
+        images: `[M, 3, H, W]`, uint8; image i of the N is number i mod M, so a small pool can stand for many.
         labels: `[N]`, int64.
         image_size: height and width of the network's input; batches are resized where H differs.
         mean, std: per channel, in units of the full range (0..1).
@@ -69,9 +69,9 @@ def digits(image_size: int, pad: int) -> tuple[ArrayDataset, ArrayDataset]:
 
 
 def synthetic(num_images: int, num_classes: int, image_size: int, split: str) -> ArrayDataset:
-    """Random pixels for throughput without data; the labels go round all classes."""
+    """Random pixels for throughput without data, from a small pool; the labels go round all classes."""
     rng = np.random.default_rng(0 if split == "train" else 1)
-    pixels = rng.integers(0, 256, size=(num_images, 3, image_size, image_size), dtype=np.uint8)
+    pixels = rng.integers(0, 256, size=(min(num_images, SYNTHETIC_POOL), 3, image_size, image_size), dtype=np.uint8)
     labels = torch.arange(num_images) % num_classes
     # Mean and deviation of uniform pixels.
     return ArrayDataset(torch.from_numpy(pixels), labels, image_size, (0.5,) * 3, (0.289,) * 3)

@@ -49,7 +49,8 @@ def open_datasets(layout: DataLayout, config: DataConfig, image_size: int) -> Da
         train, val = arrays.digits(image_size, image_size // SHIFT_SHARE)
         return Datasets(train, val, layout.num_classes, tuple("0123456789"))
     if layout.kind == "synthetic":
-        counts = {"train": config.synthetic_images, "val": max(1, config.synthetic_images // 4)}
+        count = config.synthetic_images or arrays.SYNTHETIC_IMAGES
+        counts = {"train": count, "val": max(1, count // 4)}
         train, val = (arrays.synthetic(n, layout.num_classes, image_size, split) for split, n in counts.items())
         return Datasets(train, val, layout.num_classes, tuple(map(str, range(layout.num_classes))))
     return _open_cifar(layout, image_size)

@@ -49,13 +49,18 @@ def detect_layout(data_path: str, allow_empty_classes: bool = False) -> DataLayo
     if data_path == "synthetic":
         classes = arrays.SYNTHETIC_CLASSES
         return DataLayout("synthetic", None, "synthetic: random pixels", BIG_IMAGE_SIZE, classes, False)
-    path = Path(os.path.abspath(data_path if os.path.lexists(data_path) else os.path.expanduser(data_path)))
+    path = absolute_path(data_path)
     try:
         return _detect_at(path, allow_empty_classes)
     except OSError as error:
         raise RequestError(
             f"--data_path={path}", f"cannot read {error.filename}: {error.strerror}", "make it readable"
         ) from error
+
+
+def absolute_path(data_path: str) -> Path:
+    """The path that the user means: `~` is the home folder unless something of that name is here."""
+    return Path(os.path.abspath(data_path if os.path.lexists(data_path) else os.path.expanduser(data_path)))
 
 
 def _detect_at(path: Path, allow_empty_classes: bool) -> DataLayout:

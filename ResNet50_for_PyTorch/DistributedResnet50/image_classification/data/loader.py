@@ -137,7 +137,7 @@ class _ArraySource:
             )
         for chosen in indices:
             chosen = chosen.to(self._device, non_blocking=True)
-            images = self._images[chosen]
+            images = self._images[chosen % len(self._images)]
             if table is not None:
                 images = augment.crop_flip(images, chosen, table)
             yield images, self._labels[chosen]
