@@ -1,7 +1,7 @@
 """What the error codes of CANN and HCCL mean, in one line each, and what to look at first.
 
-Sources: the troubleshooting guide of Ascend/pytorch and `NPUErrorCodes.h` there; the HCCL and aclError pages of the CANN
-documentation. "Look first" for 107020 and the codes that begin with 5 is judgement.
+Sources: the troubleshooting guide of Ascend/pytorch and `NPUErrorCodes.h` there; the HCCL and aclError pages of the
+CANN documentation. "Look first" for 107020 and the codes that begin with 5 is judgement.
 """
 
 import re

@@ -116,8 +116,8 @@ def set_device(device_type: str, card: int) -> torch.device:
 def use_full_float32(device: torch.device) -> None:
     """Switches off the shorter types that cards use for float32 by default.
 
-    CUDA multiplies in TF32. NPUs round the inputs of convolutions (`conv.allow_hf32`), and first-generation ones compute
-    float32 in float16 unless ACL_PRECISION_MODE says otherwise.
+    CUDA multiplies in TF32. NPUs round the inputs of convolutions (`conv.allow_hf32`), and first-generation ones
+    compute float32 in float16 unless ACL_PRECISION_MODE says otherwise.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,23 @@ def test_other_launchers(run, tmp_path, module):
     assert program.status == 0, program.err.read_text()
     assert program.out.read_text().count("Final Performance") == 1
     assert summary(tmp_path / "out")["world_size"] == 2
+
+
+def test_the_package_is_a_program_too(run):
+    roots = f"{Path(PROGRAM).parent / 'DistributedResnet50'}:{Path(PROGRAM).parents[1]}"
+    program = run("--data_path=/nonexistent", command=[sys.executable, "-m", "image_classification"], PYTHONPATH=roots)
+    assert program.status == 2
+    assert last_line(program).startswith("error: --data_path=/nonexistent: ")
+
+
+def test_a_machine_that_waits_for_the_others_can_be_stopped(start, tmp_path):
+    url = f"tcp://127.0.0.1:{free_port()}"
+    program = start(*SHORT, "--world_size=2", "--rank=0", f"--dist_url={url}", f"--output_dir={tmp_path / 'out'}")
+    program.wait_for("training images in")
+    time.sleep(3)  # into the wait, which prints nothing
+    program.process.terminate()
+    assert program.process.wait(20) == -signal.SIGTERM  # which a shell shows as 143
+    program.wait_until_gone(10)
 
 
 def test_two_machines_write_one_checkpoint(start, tmp_path):

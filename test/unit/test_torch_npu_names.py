@@ -146,7 +146,7 @@ def attribute_of_instance(package: griffe.Module, instance: griffe.Object, name:
 
 
 def parameters(found: griffe.Object) -> list[griffe.Parameter] | None:
-    """What a function or class takes, less self or cls; None for others, and a class made by one outside of the wheel."""
+    """What a function or class takes, less self or cls; None for others, and for a class whose base makes it in C++."""
     if found.is_class:
         found = found.all_members.get("__init__") or found.all_members.get("__new__")
         return list(found.parameters)[1:] if found is not None and found.is_function else None

@@ -31,13 +31,22 @@ KEYS = {"model", "optimizer", "precision", "step", "rng", "best", "config", "pla
 HEAD = ("fc.weight", "fc.bias")
 
 
+def _on_cpu(value: object) -> object:
+    """The value with its tensors on the CPU, so that the file loads on any machine."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
 def save_checkpoint(contents: dict, path: Path) -> None:
     """Writes a checkpoint beside `path` and renames it, so that `path` is at any moment whole or the earlier one."""
     assert contents.keys() == KEYS, contents.keys() ^ KEYS
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            torch.save(contents, file)
+            torch.save(_on_cpu(contents), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -102,7 +102,9 @@ def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], 
         distributed = replace(distributed, nproc_per_node=started)
     if distributed.simulate_npu and distributed.device not in ("auto", "npu"):
         raise RequestError("--simulate_npu", f"does not fit --device={distributed.device}", "leave --device out")
-    device_type = auto_select_device() if distributed.device == "auto" else distributed.device
+    device_type = "npu" if distributed.simulate_npu else distributed.device
+    if device_type == "auto":
+        device_type = auto_select_device()
     if device_type == "npu":
         check_npu_mask()
     visible = device_count(device_type)

@@ -135,8 +135,10 @@ class _ArraySource:
             table = augment.CropFlipTable.draw(
                 rng, len(self._labels), pad=self._pad, flip=self._flip, device=self._device
             )
-        for chosen in indices:
-            chosen = chosen.to(self._device, non_blocking=True)
+        # One copy an epoch: a copy of indices in each step would make the host wait for the device each time.
+        sizes = [len(chosen) for chosen in indices]
+        on_device = torch.cat(indices).to(self._device).split(sizes) if indices else ()
+        for chosen in on_device:
             images = self._images[chosen % len(self._images)]
             if table is not None:
                 images = augment.crop_flip(images, chosen, table)

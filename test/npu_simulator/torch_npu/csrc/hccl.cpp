@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -321,3 +322,16 @@ void bind_hccl(pybind11::module& module) {
 }
 
 } // namespace npu_simulator
+
+// DistributedDataParallel times its passes on devices that have a timer, and warns on others.
+namespace c10d {
+struct NpuTimer final : Timer {
+  explicit NpuTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const auto from = getTimestamp(start), to = getTimestamp(end);
+    if (!from || !to || *to < *from) return std::nullopt;
+    return *to - *from;
+  }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::DeviceType::PrivateUse1, NpuTimer)
+} // namespace c10d
