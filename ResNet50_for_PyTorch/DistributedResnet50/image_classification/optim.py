@@ -4,19 +4,7 @@ import torch
 from torch import nn
 
 from image_classification.config import OptimConfig
-
-_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-)
+from mmcls.utils.norms import NORM_TYPES
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.SGD:
@@ -36,7 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
             if parameter in seen:
                 continue
             seen.add(parameter)
-            exempt = isinstance(module, _NORMS) or name.endswith("bias")
+            exempt = isinstance(module, NORM_TYPES) or name.endswith("bias")
             (no_decay if exempt else decay).append(parameter)
     return torch.optim.SGD(
         [{"params": decay, "weight_decay": config.weight_decay}, {"params": no_decay, "weight_decay": 0.0}],

@@ -114,6 +114,15 @@ def test_augmentation_differs_by_epoch(dataset):
     assert len(epochs[0] & epochs[1]) < 12
 
 
+def test_without_augmentation_images_are_those_of_validation_in_the_order_of_training(dataset):
+    plain, views = train_loader(dataset, 24, 1), joined(eval_loader(dataset, 24))
+    images, labels = joined(plain.epoch(1, augment=False))
+    assert torch.equal(labels, joined(plain.epoch(1))[1])
+    expected = {image.numpy().tobytes() for image in views[0]}
+    assert {image.numpy().tobytes() for image in images} == expected
+    assert {image.numpy().tobytes() for image in joined(plain.epoch(1))[0]} != expected
+
+
 def test_an_epoch_takes_every_image_once_but_the_left_out():
     loader = train_loader(numbered(50), 4, 12)
     labels = joined(loader.epoch(0))[1]

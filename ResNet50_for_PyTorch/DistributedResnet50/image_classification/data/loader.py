@@ -51,8 +51,10 @@ class TrainLoader:
         self._source = _make_source(dataset, seed, device, workers)
         self._to_input = _InputTransform(dataset, device, memory_format)
 
-    def epoch(self, epoch: int, first_micro_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first_micro_batch: int = 0, augment: bool = True) -> Iterator[Batch]:
         """Yields the epoch's batches from a position on: images float32, normalised, and labels, on the device.
+
+        Without `augment` the images are seen as in validation; their order is the same.
 
         Raises:
             ImageReadError: a picture cannot be decoded.
@@ -62,7 +64,7 @@ class TrainLoader:
             order, self._micro_batch_size, self._micro_batches_per_epoch, self._rank, self._world_size
         )
         indices = list(torch.from_numpy(batches[first_micro_batch:]))
-        for images, labels in self._source.batches(epoch, indices):
+        for images, labels in self._source.batches(epoch if augment else None, indices):
             yield self._to_input(images), labels
 
     def close(self) -> None:
@@ -198,7 +200,7 @@ class _Keys:
 
 
 class _FolderBatches(Dataset):
-    """Maps (epoch or None for validation, image indices) to a uint8 batch in channels-last order."""
+    """Maps (epoch or None for no augmentation, image indices) to a uint8 batch in channels-last order."""
 
     def __init__(self, dataset: FolderDataset, seed: int):
         self._dataset, self._seed = dataset, seed
