@@ -22,7 +22,7 @@ from common import machine_line, print_claim, time_alternating
 
 from image_classification.config import OptimConfig, PrecisionConfig
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision
+from image_classification.precision import make_precision
 from image_classification.resnet import build_resnet
 from image_classification.training import TrainState, train_step
 from mmcls.utils.device import has_fast_half
@@ -45,8 +45,7 @@ def our_step(images, labels, opt_level: str, memory_format: torch.memory_format)
     state = TrainState(
         module=model,
         model=model,
-        optimizer=optimizer,
-        precision=Precision(PrecisionConfig(opt_level=opt_level), optimizer, CPU),
+        precision=make_precision(PrecisionConfig(opt_level=opt_level), model, optimizer, CPU),
         schedule=lambda step: 0.01,
         label_smoothing=0.0,
         seed=0,
@@ -76,7 +75,7 @@ def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     images = torch.randn(options.batch_size, 3, 32, 32)
     labels = torch.randint(10, (options.batch_size,))
-    level = "O1" if has_fast_half(CPU) else "O0"
+    level = "O1" if has_fast_half("cpu") else "O0"
     print(machine_line())
     print(f"batch {options.batch_size} at 32x32, {options.pairs} pairs; defaults here: {level}, channels-last")
     claims = {

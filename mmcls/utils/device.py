@@ -3,6 +3,7 @@
 Device types are `npu`, `cuda` and `cpu`; cards are numbered from 0 among those that are visible.
 """
 
+import contextlib
 import os
 import platform
 import random
@@ -145,14 +146,47 @@ def is_simulated(device: torch.device) -> bool:
     return device.type == "npu" and getattr(load_torch_npu(), "SIMULATED", False)
 
 
-def make_grad_scaler(device: torch.device, enabled: bool) -> torch.amp.GradScaler:
+def saturates(device: torch.device) -> bool:
+    """Whether float16 has no inf on this card, but the largest number and a flag in its place."""
+    return device.type == "npu" and not torch.npu.utils.is_support_inf_nan()
+
+
+def make_grad_scaler(device: torch.device, init_scale: float, enabled: bool) -> torch.amp.GradScaler:
     """The loss scaler that fits the chip.
 
     First-generation NPUs have no inf in float16: they saturate and set a flag, which only torch_npu's scaler reads.
     """
-    if enabled and device.type == "npu" and not torch.npu.utils.is_support_inf_nan():
-        return torch.npu.amp.GradScaler()
-    return torch.amp.GradScaler(device.type, enabled=enabled)
+    if enabled and saturates(device):
+        return _quiet(torch.npu.amp.GradScaler)(init_scale)
+    return torch.amp.GradScaler(device.type, init_scale, enabled=enabled)
+
+
+def _quiet(scaler: type[torch.amp.GradScaler]) -> type[torch.amp.GradScaler]:
+    """torch_npu's scaler without the lines that it prints to stdout at every overflow; they are counted instead."""
+
+    class QuietGradScaler(scaler):
+        def step(self, *arguments, **options):
+            with contextlib.redirect_stdout(None):
+                return super().step(*arguments, **options)
+
+        def update(self, *arguments, **options):
+            with contextlib.redirect_stdout(None):
+                return super().update(*arguments, **options)
+
+    return QuietGradScaler
+
+
+def make_deterministic(device_type: str) -> None:
+    """Takes only kernels that give the same bits each time; torch raises where an operation has none.
+
+    To be called before the first operation of this process: cuBLAS and HCCL read their variables then.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device_type == "npu":
+        os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+    torch.use_deterministic_algorithms(True)
+    # Filling memory that is overwritten anyway costs time and proves nothing here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def synchronize(device: torch.device) -> None:
@@ -197,11 +231,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def half_type(device: torch.device) -> torch.dtype:
-    """The short type of autocast: bfloat16 on the CPU, whose float16 convolutions are very slow, else float16."""
-    return torch.bfloat16 if device.type == "cpu" else torch.float16
+def default_half_type(device_type: str) -> torch.dtype:
+    """The usual short type: bfloat16 on the CPU, whose float16 convolutions are very slow, else float16."""
+    return torch.bfloat16 if device_type == "cpu" else torch.float16
 
 
-def has_fast_half(device: torch.device) -> bool:
-    """Whether `half_type` is faster than float32; a CPU without bfloat16 instructions is about ten times slower."""
-    return device.type != "cpu" or "avx512_bf16" in _processor_field("flags").split()
+def supports_bfloat16(device_type: str) -> bool:
+    """Whether it computes in bfloat16 at all; first-generation NPUs and old CUDA cards do not."""
+    module = _module(device_type)
+    return module is None or module.is_bf16_supported()
+
+
+def has_fast_half(device_type: str) -> bool:
+    """Whether the usual short type is faster than float32; a CPU without bfloat16 instructions is far slower."""
+    return device_type != "cpu" or "avx512_bf16" in _processor_field("flags").split()

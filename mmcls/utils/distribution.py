@@ -63,6 +63,13 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def min_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes the smallest of all ranks for each element, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return tensor
+
+
 def same_on_all_ranks(value: int, device: torch.device) -> bool:
     """Whether every rank has this whole number, by one MAX over (value, -value)."""
     if not dist.is_initialized():
@@ -73,14 +80,14 @@ def same_on_all_ranks(value: int, device: torch.device) -> bool:
     return largest == smallest
 
 
-def average_norm_statistics(model: nn.Module) -> None:
-    """Sets the running statistics of batch norms to their mean over the ranks.
+def average_norm_statistics(tensors: dict[str, torch.Tensor]) -> None:
+    """Sets the running statistics of batch norms among named tensors to their mean over the ranks.
 
     Each rank's norms see only its own images; before validating and saving, all ranks must hold the same ones.
     """
     if not dist.is_initialized():
         return
-    buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in NORM_BUFFERS]
+    buffers = [buffer for name, buffer in tensors.items() if name.rpartition(".")[2] in NORM_BUFFERS]
     if buffers:
         flat = torch.cat([buffer.flatten() for buffer in buffers])
         mean = sum_over_ranks(flat) / get_world_size()

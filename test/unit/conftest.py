@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from image_classification.config import OptimConfig, PrecisionConfig
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision
+from image_classification.precision import make_precision
 from image_classification.resnet import build_resnet
 from image_classification.training import TrainState
 
@@ -27,7 +27,12 @@ def make_state() -> Callable[..., TrainState]:
     """Makes a TrainState around a ResNet-18 of an eighth of the width; the same weights each time."""
 
     def make(
-        *, opt_level="O0", schedule=lambda step: 0.05, label_smoothing=0.0, optim=OptimConfig(), device="cpu"
+        *,
+        precision=PrecisionConfig(),
+        schedule=lambda step: 0.05,
+        label_smoothing=0.0,
+        optim=OptimConfig(),
+        device="cpu",
     ) -> TrainState:
         torch.manual_seed(0)
         module = build_resnet("resnet18", 10, stem="cifar", width_multiplier=0.125).to(device)
@@ -35,8 +40,7 @@ def make_state() -> Callable[..., TrainState]:
         return TrainState(
             module=module,
             model=module,
-            optimizer=optimizer,
-            precision=Precision(PrecisionConfig(opt_level=opt_level), optimizer, torch.device("cpu")),
+            precision=make_precision(precision, module, optimizer, torch.device("cpu")),
             schedule=schedule,
             label_smoothing=label_smoothing,
             seed=0,

@@ -10,6 +10,7 @@ import torchvision
 
 from image_classification import checkpoint
 from image_classification.checkpoint import (
+    ABSENT,
     BEST,
     KEYS,
     LAST,
@@ -33,6 +34,7 @@ def contents_of(model, **changes):
     return dict.fromkeys(KEYS) | {
         "model": model.state_dict(),
         "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]},
+        "ema": None,
         "precision": {},
         "step": 7,
         "rng": {"seed": 3},
@@ -61,11 +63,11 @@ def refused(function, *arguments, **options):
 
 def test_what_was_saved_is_read(saved):
     contents = read_checkpoint(str(saved))
-    assert contents.keys() == KEYS
+    assert contents.keys() == KEYS | ABSENT.keys()
     assert (contents["step"], contents["best"], contents["rng"]) == (7, [81.5, 2], {"seed": 3})
     assert saved_config(contents, str(saved)) == CIFAR_FULL
     model = network()
-    load_weights(model, contents["model"], "file", new_head=False)
+    load_weights(model, contents["model"], "file")
     assert all(torch.equal(contents["model"][name], value) for name, value in model.state_dict().items())
 
 
@@ -79,9 +81,35 @@ def test_nothing_but_the_file_is_left_beside_it(saved):
     assert read_checkpoint(str(saved))["step"] == 8
 
 
-def test_a_checkpoint_that_is_not_complete_is_not_written(tmp_path):
+def test_the_average_and_the_loss_scale_come_back(saved):
+    average, scaler = network().state_dict(), {"scale": 1024.0, "_growth_tracker": 17}
+    save_checkpoint(contents_of(network(), ema=average, precision=scaler), saved)
+    contents = read_checkpoint(str(saved))
+    assert contents["precision"] == scaler
+    assert contents["ema"].keys() == average.keys()
+    assert all(torch.equal(value, average[name]) for name, value in contents["ema"].items())
+
+
+@pytest.mark.parametrize("names", [("ema",), ("precision",), ("ema", "precision")])
+def test_a_file_of_an_earlier_version_lacks_what_it_did_not_know(saved, names):
+    contents = torch.load(saved, weights_only=True)
+    torch.save({name: value for name, value in contents.items() if name not in names}, saved)
+    contents = read_checkpoint(str(saved))
+    assert (contents["ema"], contents["precision"], contents["step"]) == (None, {}, 7)
+
+
+@pytest.mark.parametrize("missing", sorted(KEYS))
+def test_a_file_that_lacks_anything_else_is_not_resumed(saved, missing):
+    contents = torch.load(saved, weights_only=True)
+    del contents[missing]
+    torch.save(contents, saved)
+    assert "another program" in refused(read_checkpoint, str(saved)).problem
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "ema", "precision"])
+def test_a_checkpoint_that_is_not_complete_is_not_written(tmp_path, missing):
     contents = contents_of(network())
-    del contents["optimizer"]
+    del contents[missing]
     with pytest.raises(AssertionError):
         save_checkpoint(contents, tmp_path / LAST)
     assert not os.listdir(tmp_path)
@@ -213,24 +241,24 @@ def test_weights_with_any_wrapping_load(tmp_path, prefix, key):
     model, fresh = network(), network()
     weights = {prefix + name: value for name, value in model.state_dict().items()}
     torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "weights.pth")
-    load_weights(fresh, read_weights(str(tmp_path / "weights.pth")), "file", new_head=False)
+    load_weights(fresh, read_weights(str(tmp_path / "weights.pth")), "file")
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_a_missing_and_an_unexpected_key_are_named():
     weights = network().state_dict()
     del weights["layer1.0.conv1.weight"]
-    error = refused(load_weights, network(), weights, "--pretrained=x", new_head=True)
+    error = refused(load_weights, network(), weights, "--pretrained=x", "if needed")
     assert error.subject == "--pretrained=x"
     assert "missing layer1.0.conv1.weight" in error.problem
     weights = network().state_dict() | {"layer9.weight": torch.ones(1)}
-    assert "unexpected layer9.weight" in refused(load_weights, network(), weights, "x", new_head=True).problem
+    assert "unexpected layer9.weight" in refused(load_weights, network(), weights, "x", "if needed").problem
 
 
 def test_shapes_that_differ_are_named():
-    error = refused(load_weights, network(), network(width=0.25).state_dict(), "x", new_head=False)
+    error = refused(load_weights, network(), network(width=0.25).state_dict(), "x")
     assert "weight is (" in error.problem
-    error = refused(load_weights, network(3), network(10).state_dict(), "x", new_head=False)
+    error = refused(load_weights, network(3), network(10).state_dict(), "x")
     assert "fc." in error.problem and "(10" in error.problem and "(3" in error.problem
 
 
@@ -239,14 +267,14 @@ def test_nothing_is_loaded_from_a_file_that_is_refused():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weights = network().state_dict()
     weights["fc.bias"] = torch.ones(11)
-    refused(load_weights, model, weights, "x", new_head=False)
+    refused(load_weights, model, weights, "x")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_new_last_layer_where_the_number_of_classes_differs():
     source, model = network(1000), network(3)
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    note = load_weights(model, source.state_dict(), "--pretrained=x", new_head=True)
+    note = load_weights(model, source.state_dict(), "--pretrained=x", "if needed")
     assert "--pretrained=x" in note and "1000 classes" in note and "3 here" in note
     for name, value in model.state_dict().items():
         assert torch.equal(value, own[name] if name.startswith("fc.") else source.state_dict()[name])
@@ -254,8 +282,48 @@ def test_a_new_last_layer_where_the_number_of_classes_differs():
 
 def test_the_last_layer_is_taken_where_it_fits():
     source, model = network(10), network(10)
-    assert load_weights(model, source.state_dict(), "x", new_head=True) is None
+    assert load_weights(model, source.state_dict(), "x", "if needed") is None
     assert torch.equal(model.fc.weight, source.fc.weight)
+
+
+@pytest.mark.parametrize("num_classes", [10, 1000])
+def test_a_new_last_layer_in_any_case(num_classes):
+    source, model = network(num_classes), network(10)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    note = load_weights(model, source.state_dict(), "--pretrained=x", "always")
+    assert note == f"--pretrained=x: {num_classes} classes there, 10 here: new last layer"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, own[name] if name.startswith("fc.") else source.state_dict()[name])
+
+
+def test_weights_without_a_last_layer_fit_a_new_one_alone():
+    source, model = network(), network()
+    weights = {name: value for name, value in source.state_dict().items() if not name.startswith("fc.")}
+    for new_head in ("never", "if needed"):
+        assert "missing fc.bias (of 2)" in refused(load_weights, model, weights, "x", new_head).problem
+    assert "new last layer" in load_weights(model, weights, "x", "always")
+    assert torch.equal(model.conv1.weight, source.conv1.weight)
+
+
+@pytest.mark.parametrize("new_head", ["never", "if needed", "always"])
+def test_no_last_layer_makes_up_for_another_network(new_head):
+    weights = network().state_dict()
+    del weights["conv1.weight"]
+    assert "missing conv1.weight" in refused(load_weights, network(), weights, "x", new_head).problem
+    wider = network(width=0.25).state_dict()
+    assert "weight is (" in refused(load_weights, network(), wider, "x", new_head).problem
+
+
+@pytest.mark.parametrize("new_head", ["never", "if needed", "always"])
+def test_on_the_meta_device_weights_are_checked_and_not_loaded(new_head):
+    with torch.device("meta"):
+        model = network(3)
+    weights = network(10).state_dict()
+    if new_head == "never":
+        assert "(10" in refused(load_weights, model, weights, "x", new_head).problem
+    else:
+        assert "10 classes there, 3 here" in load_weights(model, weights, "x", new_head)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["of today", "before num_batches_tracked"])
@@ -268,7 +336,7 @@ def test_weights_of_torchvision_load_and_give_its_logits(tmp_path, old):
         torchvision.models.resnet18(num_classes=10).load_state_dict(weights, strict=True)
     torch.save(weights, tmp_path / "resnet18.pth")
     model = network(stem="imagenet", width=1.0).eval()
-    load_weights(model, read_weights(str(tmp_path / "resnet18.pth")), "x", new_head=False)
+    load_weights(model, read_weights(str(tmp_path / "resnet18.pth")), "x")
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(model(images), reference(images), rtol=0, atol=1e-5)

@@ -1,3 +1,5 @@
+"""The derived numbers of a run, and the sections they come from."""
+
 import dataclasses
 import json
 
@@ -5,7 +7,9 @@ import pytest
 
 from image_classification.config import (
     DataConfig,
+    ModelConfig,
     OptimConfig,
+    PrecisionConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -51,6 +55,12 @@ def test_steps_are_limited_by_epochs_and_by_max_steps():
     assert plan_of(epochs=3, max_steps=7).total_steps == 7
     assert plan_of(epochs=3, max_steps=1000).total_steps == 300
     assert plan_of(epochs=3, max_steps=7).epochs == 3
+
+
+def test_epochs_without_augmentation_are_part_of_the_plan():
+    config = TrainConfig(data=DataConfig(batch_size=10, no_augment_epochs=4))
+    assert resolve(config, 1, 1000, 100).no_augment_epochs == 4
+    assert plan_of().no_augment_epochs == 0
 
 
 def test_too_few_images_are_a_wrong_request_that_names_the_numbers():
@@ -104,9 +114,18 @@ def test_option_names_are_unique_over_the_sections():
     assert len(names) == len(set(names))
 
 
+def test_every_technique_is_off_unless_asked_for():
+    config = TrainConfig()
+    assert (config.data.mixup, config.data.cutmix, config.data.no_augment_epochs) == (0, 0, 0)
+    assert (config.optim.ema_decay, config.optim.clip_grad_norm, config.optim.optimizer) == (None, None, "sgd")
+    assert (config.model.freeze, config.model.fine_tuning) == ((), False)
+    assert config.precision == PrecisionConfig(opt_level="O0")
+
+
 def test_plain_values_survive_json():
     plain = to_plain(CIFAR_FULL)
     assert json.loads(json.dumps(plain)) == plain
     assert plain["schedule"]["milestones"] == [60, 120, 160]
     assert plain["data"] == dataclasses.asdict(CIFAR_FULL.data)
+    assert to_plain(TrainConfig(model=ModelConfig(freeze=("conv1", "bn1"))))["model"]["freeze"] == ["conv1", "bn1"]
     assert to_plain(plan_of())["total_steps"] == plan_of().total_steps

@@ -1,8 +1,10 @@
 """Devices on a machine that may have none: torch_npu is pretended."""
 
 import random
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,15 +217,102 @@ def test_a_mask_that_fits(cards, monkeypatch):
     device.check_npu_mask()
 
 
-def test_the_scaler_fits_the_chip(cards):
-    """A chip without inf in float16 saturates: only torch_npu's own scaler sees its overflows."""
+class TalkingScaler(torch.amp.GradScaler):
+    """Takes no device and prints, as torch_npu's does."""
+
+    def __init__(self, init_scale=2.0**16, enabled=True):
+        super().__init__("cpu", init_scale, enabled=enabled)
+
+    def step(self, optimizer):
+        print("Gradient overflow. Skipping step")
+        return super().step(optimizer)
+
+    def update(self, new_scale=None):
+        print("Loss scaler reducing loss scale")
+        super().update(new_scale)
+
+
+@pytest.fixture
+def npu_scaler(cards):
+    """Makes the scaler of an NPU whose chip has inf in float16, or has not."""
     npu = cards(npu=1)["npu"]
-    npu.amp = types.SimpleNamespace(GradScaler=lambda: "torch_npu's")
-    npu.utils = types.SimpleNamespace(is_support_inf_nan=lambda: False)
-    assert device.make_grad_scaler(NPU, enabled=True) == "torch_npu's"
-    scaler = device.make_grad_scaler(torch.device("cpu"), enabled=True)
-    assert type(scaler) is torch.amp.GradScaler and scaler.is_enabled()
-    assert not device.make_grad_scaler(torch.device("cpu"), enabled=False).is_enabled()
+
+    def make(has_infinity, *arguments, **options):
+        npu.amp = types.SimpleNamespace(GradScaler=TalkingScaler)
+        npu.utils = types.SimpleNamespace(is_support_inf_nan=lambda: has_infinity)
+        return device.make_grad_scaler(NPU, *arguments, **options)
+
+    return make
+
+
+def test_the_scaler_fits_the_chip(npu_scaler):
+    """A chip without inf in float16 saturates: only torch_npu's own scaler sees its overflows."""
+    scaler = npu_scaler(False, 8.0, enabled=True)
+    assert isinstance(scaler, TalkingScaler)
+    assert (scaler.get_scale(), scaler.is_enabled()) == (8.0, True)
+
+
+@pytest.mark.parametrize(("device_type", "init_scale"), [("cpu", 8.0), ("cpu", 2.0**16)])
+def test_other_devices_have_the_scaler_of_torch(device_type, init_scale):
+    scaler = device.make_grad_scaler(torch.device(device_type), init_scale, enabled=True)
+    assert type(scaler) is torch.amp.GradScaler
+    assert (scaler.get_scale(), scaler.is_enabled()) == (init_scale, True)
+
+
+@pytest.mark.parametrize(("has_infinity", "enabled"), [(True, True), (True, False), (False, False)])
+def test_an_npu_takes_the_scaler_of_torch_where_it_serves(npu_scaler, monkeypatch, has_infinity, enabled):
+    made = []
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *arguments, **options: made.append((arguments, options)))
+    npu_scaler(has_infinity, 4.0, enabled=enabled)
+    assert made == [(("npu", 4.0), {"enabled": enabled})]
+
+
+def test_without_scaling_the_loss_stays_as_it_is():
+    scaler = device.make_grad_scaler(torch.device("cpu"), 1.0, enabled=False)
+    assert not scaler.is_enabled() and scaler.get_scale() == 1.0
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss
+
+
+def test_the_scaler_of_torch_npu_keeps_quiet_and_works(npu_scaler, capsys):
+    """One line per overflow would bury the log of a run; they are counted."""
+    scaler = npu_scaler(False, 4.0, enabled=True)
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    for factor, expected, scale in ((3.0, -0.5, 4.0), (float("inf"), -0.5, 2.0)):
+        weight.grad = None
+        scaler.scale(weight * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (weight.item(), scaler.get_scale()) == (expected, scale)
+    assert capsys.readouterr().out == ""
+    print("others are heard")
+    assert capsys.readouterr().out == "others are heard\n"
+
+
+DETERMINISTIC = """
+import os, torch
+from mmcls.utils.device import make_deterministic
+names = ("CUBLAS_WORKSPACE_CONFIG", "HCCL_DETERMINISTIC")
+for device_type, values in (("cpu", {}), ("cuda", {}), ("npu", {}), ("npu", dict(zip(names, (":16:8", "strict"))))):
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(values)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    make_deterministic(device_type)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    print(device_type, *(os.environ.get(name) for name in names))
+"""
+
+
+def test_deterministic_kernels_and_the_users_own_variables():
+    """In a process of its own, as it changes the process."""
+    folder = Path(device.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", DETERMINISTIC], cwd=folder, capture_output=True, text=True)
+    lines = ["cpu :4096:8 None", "cuda :4096:8 None", "npu :4096:8 true", "npu :16:8 strict"]
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
 
 
 @pytest.mark.parametrize(
@@ -231,11 +320,23 @@ def test_the_scaler_fits_the_chip(cards):
 )
 def test_a_cpu_is_fast_in_bfloat16_only_with_its_instructions(monkeypatch, flags, fast):
     monkeypatch.setattr(device, "_processor_field", lambda name: flags if name == "flags" else "")
-    assert device.has_fast_half(torch.device("cpu")) is fast
-    assert device.has_fast_half(torch.device("cuda")) is True
+    assert device.has_fast_half("cpu") is fast
+    assert device.has_fast_half("cuda") is True
 
 
 def test_the_short_type():
-    assert device.half_type(torch.device("cpu")) == torch.bfloat16
-    assert device.half_type(torch.device("cuda")) == torch.float16
-    assert device.half_type(NPU) == torch.float16
+    assert device.default_half_type("cpu") == torch.bfloat16
+    assert device.default_half_type("cuda") == torch.float16
+    assert device.default_half_type("npu") == torch.float16
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("device_type", ["npu", "cuda"])
+def test_a_card_is_asked_for_bfloat16(cards, device_type, supported):
+    cards(npu=1, cuda=1)[device_type].is_bf16_supported = lambda: supported
+    assert device.supports_bfloat16(device_type) is supported
+
+
+def test_every_cpu_computes_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(device, "_processor_field", lambda name: "")
+    assert device.supports_bfloat16("cpu") is True

@@ -168,6 +168,7 @@ def test_alone_there_is_no_group(monkeypatch):
     distribution.destroy_process_group()
     tensor = torch.tensor([1.0, 2.0])
     assert distribution.sum_over_ranks(tensor) is tensor
+    assert distribution.min_over_ranks(tensor) is tensor
     assert tensor.tolist() == [1.0, 2.0]
     assert distribution.same_on_all_ranks(7, CPU)
 
@@ -187,6 +188,7 @@ def test_the_backend_of_a_group(monkeypatch, device_type, asked, backend):
 def test_in_a_group_of_one(process_group):
     assert (distribution.get_rank(), distribution.get_world_size()) == (0, 1)
     assert distribution.sum_over_ranks(torch.tensor([2.0])).tolist() == [2.0]
+    assert distribution.min_over_ranks(torch.tensor([2**62])).tolist() == [2**62]
     assert distribution.same_on_all_ranks(7, CPU)
 
 
@@ -197,7 +199,8 @@ def second_rank(monkeypatch):
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM):
         other = given.pop(0).to(tensor.dtype)
-        tensor.copy_(torch.maximum(tensor, other) if op == dist.ReduceOp.MAX else tensor + other)
+        combine = {dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.SUM: torch.add}
+        tensor.copy_(combine[op](tensor, other))
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -211,13 +214,20 @@ def test_a_number_that_differs_on_another_rank(second_rank, other, same):
     assert distribution.same_on_all_ranks(7, CPU) is same
 
 
+def test_the_smallest_of_all_ranks(second_rank):
+    second_rank.append(torch.tensor([4, 2**62]))
+    tensor = torch.tensor([3, 2**62 + 1])
+    assert distribution.min_over_ranks(tensor) is tensor
+    assert tensor.tolist() == [3, 2**62]
+
+
 def test_statistics_of_norms_become_their_mean(second_rank):
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(3)))
     model[1].running_mean.copy_(torch.tensor([1.0, 3.0]))
     model[1].num_batches_tracked.fill_(5)
     second_rank.append(torch.tensor([3.0, 5.0, 2.0, 2.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0]))
     weights = model[0].weight.clone()
-    distribution.average_norm_statistics(model)
+    distribution.average_norm_statistics(dict(model.named_buffers()))
     assert model[1].running_mean.tolist() == [2.0, 4.0]
     assert model[1].running_var.tolist() == [1.5, 1.5]
     assert model[2][0].running_mean.tolist() == [2.0, 2.0, 2.0]
@@ -227,7 +237,7 @@ def test_statistics_of_norms_become_their_mean(second_rank):
 
 
 def test_a_model_without_norms_needs_no_collective(second_rank):
-    distribution.average_norm_statistics(nn.Linear(2, 2))
+    distribution.average_norm_statistics(nn.Linear(2, 2).state_dict())
 
 
 @pytest.mark.parametrize(

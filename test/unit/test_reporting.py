@@ -14,6 +14,7 @@ from image_classification import reporting
 from image_classification.config import (
     DataConfig,
     ModelConfig,
+    PrecisionConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -59,14 +60,14 @@ class Run:
         time.sleep(0.002)
         self.reporter.step_done(self.state, sums, data_seconds=0.001)
 
-    def epoch(self, number, top1_percent=62.5, loss=2.0):
+    def epoch(self, number, top1_percent=62.5, loss=2.0, ema=None):
         for _ in range(self.plan.steps_per_epoch):
             self.step(loss)
         self.reporter.training_paused()
         validation = Metrics(1.5, top1_percent, 100.0, 360)
         if top1_percent > self.state.best[0]:
             self.state.best = (top1_percent, number)
-        self.reporter.epoch_done(self.state, number, Metrics(loss, 50.0, 100.0, 640), validation)
+        self.reporter.epoch_done(self.state, number, Metrics(loss, 50.0, 100.0, 640), validation, ema)
 
     def to_the_end(self):
         self.reporter.training_started(self.state)
@@ -97,8 +98,8 @@ def start(tmp_path, make_state, monkeypatch, request):
         monkeypatch.setattr(reporting, "draw_curves", lambda *_: None)
     runs = []
 
-    def make(**options):
-        runs.append(Run(tmp_path / "output", make_state(), **options))
+    def make(precision=PrecisionConfig(), **options):
+        runs.append(Run(tmp_path / "output", make_state(precision=precision), **options))
         return runs[-1]
 
     yield make
@@ -291,11 +292,62 @@ def test_with_fewer_classes_top_5_is_named_by_what_it_is(start, capsys):
 
 def test_evaluation_writes_a_summary_and_no_result_block(start, capsys):
     run = start(evaluate=True)
-    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 10))
+    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 10), None)
     printed = capsys.readouterr().out
     assert "Validation: Acc@1 40.000 Acc@5 100.000 Loss 1.2500 on 10 images" in printed
     assert "Final" not in printed
     assert (run.summary["status"], run.summary["val_top1_percent"]) == ("done", 40.0)
+    assert "averaged" not in printed and "ema_top1_percent" not in run.summary
+
+
+def test_the_averaged_weights_are_evaluated_beside_the_others(start, capsys):
+    run = start(evaluate=True)
+    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 10), Metrics(1.5, 50.0, 100.0, 10))
+    assert (
+        "Validation: Acc@1 40.000 Acc@5 100.000 Loss 1.2500 on 10 images | averaged weights Acc@1 50.000 Loss 1.5000\n"
+    ) in capsys.readouterr().out
+    assert (run.summary["val_top1_percent"], run.summary["ema_top1_percent"]) == (40.0, 50.0)
+
+
+def test_the_averaged_weights_have_their_place_in_an_epoch(start, capsys):
+    run = start()
+    run.reporter.training_started(run.state)
+    run.epoch(0, ema=Metrics(1.25, 70.0, 100.0, 360))
+    run.epoch(1, ema=Metrics(1.0, 72.5, 100.0, 360))
+    run.reporter.run_done(run.state)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch 1: ")]
+    assert len(lines) == 1 and "on 360 images | averaged weights Acc@1 72.500 Loss 1.0000 | best 62.500" in lines[0]
+    assert [(e["ema_top1_percent"], e["ema_loss"]) for e in run.records("epoch")] == [(70.0, 1.25), (72.5, 1.0)]
+    assert (run.summary["final_ema_top1_percent"], run.summary["final_top1_percent"]) == (72.5, 62.5)
+
+
+def test_a_run_without_averaged_weights_does_not_speak_of_them(start, capsys):
+    run = start().to_the_end()
+    assert "averaged" not in capsys.readouterr().out
+    assert "ema_top1_percent" not in run.records("epoch")[0]
+    assert run.summary["final_ema_top1_percent"] is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "ending"),
+    [
+        (PrecisionConfig(opt_level="O0"), "lr 0.05"),
+        (PrecisionConfig(opt_level="O2"), "lr 0.05"),
+        (PrecisionConfig(opt_level="O1", half_type="float16"), "lr 0.05 Scale 65536 Skipped 3"),
+        (PrecisionConfig(opt_level="O2", half_type="float16", loss_scale="128"), "lr 0.05 Scale 128 Skipped 3"),
+    ],
+)
+def test_the_scale_is_told_where_the_loss_is_scaled(start, capsys, precision, ending):
+    run = start(precision=precision)
+    run.reporter.training_started(run.state)
+    run.state.precision.skipped_updates = 3
+    run.epoch(0)
+    run.reporter.run_done(run.state)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch: [0]")]
+    assert len(lines) == 3 and all(line.endswith(f") {ending}") for line in lines)
+    scale = float(ending.split()[3]) if "Scale" in ending else 1.0
+    assert {(r["loss_scale"], r["skipped_updates"]) for r in run.records("train")} == {(scale, 3)}
+    assert run.summary["skipped_updates"] == 3
 
 
 def test_between_two_log_lines_nothing_is_read(start):
@@ -313,7 +365,7 @@ def test_the_gap_between_epochs_is_in_no_step_time(start):
     run.reporter.training_started(run.state)
     run.epoch(0)
     time.sleep(0.3)
-    run.reporter.epoch_done(run.state, 0, Metrics(1.0, 1.0, 1.0, 1), Metrics(1.0, 1.0, 1.0, 1))
+    run.reporter.epoch_done(run.state, 0, Metrics(1.0, 1.0, 1.0, 1), Metrics(1.0, 1.0, 1.0, 1), None)
     run.step()
     run.step()
     assert run.records("train")[-1]["step_seconds"] < 0.1

@@ -1,6 +1,8 @@
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from image_classification.config import ScheduleConfig
 from image_classification.schedule import make_schedule
@@ -31,12 +33,12 @@ def test_cosine_at_epoch_30(epochs, lr):
     assert schedule_of(schedule="cosine", epochs=epochs)(300) == pytest.approx(lr)
 
 
-@pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_decay_starts_at_the_end_of_the_warm_up_and_reaches_zero_after_the_last_step(shape):
-    schedule = schedule_of(10, schedule=shape, epochs=10, warmup=2)
+@pytest.mark.parametrize(("shape", "power"), [("cosine", 2), ("linear", 2), ("polynomial", 1), ("polynomial", 3)])
+def test_decay_starts_at_the_end_of_the_warm_up_and_reaches_zero_after_the_last_step(shape, power):
+    schedule = schedule_of(10, schedule=shape, epochs=10, warmup=2, power=power)
     lrs = [schedule(step) for step in range(20, 100)]
     assert lrs[0] == pytest.approx(0.1)
-    assert lrs[40] == pytest.approx(0.05)
+    assert lrs[40] == pytest.approx(0.1 * 0.5**power if shape == "polynomial" else 0.05)
     assert all(a > b > 0 for a, b in pairwise(lrs))
     assert lrs[-1] < 0.1 / 80 + 1e-9
     assert schedule(100) == pytest.approx(0) and schedule(1000) == pytest.approx(0)
@@ -47,7 +49,27 @@ def test_linear_values():
     assert [schedule(step) for step in (0, 25, 50, 99)] == pytest.approx([0.1, 0.075, 0.05, 0.001])
 
 
-@pytest.mark.parametrize("shape", ["step", "cosine", "linear"])
+def test_polynomial_values():
+    schedule = schedule_of(10, schedule="polynomial", epochs=10, power=2.0)
+    assert [schedule(step) for step in (0, 25, 50, 99)] == pytest.approx([0.1, 0.05625, 0.025, 0.00001])
+
+
+@given(
+    step=st.integers(0, 400),
+    steps_per_epoch=st.integers(1, 20),
+    epochs=st.integers(1, 20),
+    warmup=st.floats(0, 25),
+    power=st.floats(0.5, 4),
+)
+def test_polynomial_of_power_one_is_linear_and_higher_powers_lie_below(step, steps_per_epoch, epochs, warmup, power):
+    linear = schedule_of(steps_per_epoch, schedule="linear", epochs=epochs, warmup=warmup)(step)
+    fields = {"schedule": "polynomial", "epochs": epochs, "warmup": warmup}
+    assert schedule_of(steps_per_epoch, power=1.0, **fields)(step) == linear
+    lr = schedule_of(steps_per_epoch, power=power, **fields)(step)
+    assert lr >= linear if step < round(warmup * steps_per_epoch) or power <= 1 else lr <= linear
+
+
+@pytest.mark.parametrize("shape", ["step", "cosine", "linear", "polynomial"])
 @pytest.mark.parametrize("warmup", [0.3, 2, 2.5])
 def test_warm_up_is_linear_and_rises_to_the_peak(shape, warmup):
     schedule = schedule_of(10, peak_lr=1.6, schedule=shape, warmup=warmup, milestones=(5,))
@@ -72,7 +94,7 @@ def test_max_steps_does_not_bend_the_schedule():
 @pytest.mark.parametrize("warmup", [0, 0.5, 3, 30])
 @pytest.mark.parametrize("steps_per_epoch", [1, 7])
 @pytest.mark.parametrize("epochs", [1, 3, 20])
-@pytest.mark.parametrize("shape", ["step", "cosine", "linear"])
+@pytest.mark.parametrize("shape", ["step", "cosine", "linear", "polynomial"])
 def test_is_a_pure_function_between_zero_and_the_peak(shape, epochs, steps_per_epoch, warmup):
     fields = {"schedule": shape, "epochs": epochs, "warmup": warmup, "milestones": (2, 5)}
     steps = range(epochs * steps_per_epoch)

@@ -9,8 +9,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from image_classification import training
-from image_classification.config import DataConfig, OptimConfig, ScheduleConfig, TrainConfig, resolve
+from image_classification.config import (
+    DataConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+    resolve,
+)
 from image_classification.metrics import MetricSums
+from image_classification.precision import make_precision
 from image_classification.training import epoch_seed, fit, fix_summation_order, grouped, train_step, validate
 from mmcls.utils.distribution import wrap_distributed_model
 from mmcls.utils.errors import DivergenceError
@@ -26,9 +34,10 @@ class Batches:
     """Stands for both loaders: `per_epoch` batches that depend on epoch and position."""
 
     def __init__(self, per_epoch, num_images=4):
-        self.per_epoch, self.num_images = per_epoch, num_images
+        self.per_epoch, self.num_images, self.augmented = per_epoch, num_images, []
 
-    def epoch(self, epoch, first_micro_batch=0):
+    def epoch(self, epoch, first_micro_batch=0, augment=True):
+        self.augmented.append(augment)
         for position in range(first_micro_batch, self.per_epoch):
             yield batch_of(self.num_images, seed=1000 * epoch + position)
 
@@ -48,7 +57,7 @@ class Recorder:
     def training_paused(self):
         self.pauses += 1
 
-    def epoch_done(self, state, epoch, train, validation):
+    def epoch_done(self, state, epoch, train, validation, ema):
         self.epochs.append((epoch, train, validation))
 
 
@@ -74,7 +83,7 @@ def test_the_step_equals_the_loop_that_anybody_would_write(make_state):
     optim = OptimConfig(momentum=0.9, weight_decay=1e-2, nesterov=True)
     state = make_state(label_smoothing=0.1, optim=optim, schedule=lambda step: 0.1 / (step + 1))
     twin = make_state(optim=optim)
-    model, optimizer = twin.module, twin.optimizer
+    model, optimizer = twin.module, torch.optim.SGD(twin.optimizer.param_groups, momentum=0.9, nesterov=True)
     for step in range(4):
         images, labels = batch_of(6, seed=step)
         train_step(state, [(images, labels)])
@@ -229,14 +238,14 @@ def test_fit_takes_another_step(make_state):
 
 
 class Poisoned(Batches):
-    def epoch(self, epoch, first_micro_batch=0):
+    def epoch(self, epoch, first_micro_batch=0, augment=True):
         for position, (images, labels) in enumerate(super().epoch(epoch, first_micro_batch)):
             yield images * (float("nan") if epoch == 1 and position == 1 else 1.0), labels
 
 
 def test_a_loss_that_is_nan_ends_the_run_and_is_not_saved(make_state):
     saved, recorder = [], Recorder()
-    with pytest.raises(DivergenceError, match="epoch 1 is nan") as caught:
+    with pytest.raises(DivergenceError, match=r"loss is nan at epoch 1 step 2 \(lr 0.05, loss scale 1; ") as caught:
         fit(make_state(), Poisoned(3), Batches(2), plan_of(3, epochs=3), observer=recorder,
             save=lambda s, _: saved.append(s.step))  # fmt: skip
     assert caught.value.exit_status == 3
@@ -259,26 +268,37 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(make_state, s
 class ConstantClass(nn.Module):
     """Always says class 0."""
 
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
+
     def forward(self, images):
-        return torch.tensor([1.0, 0.0, 0.0]).expand(len(images), 3)
+        return self.bias.expand(len(images), 3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 16])
 def test_validation_counts_every_image_once(make_state, batch_size):
     labels = torch.tensor([0] * 4 + [1] * 3 + [2] * 3)
     loader = list(zip(torch.zeros(10, 3, 8, 8).split(batch_size), labels.split(batch_size), strict=True))
-    state = dataclasses.replace(make_state(), module=ConstantClass())
-    metrics = validate(state, loader, 10)
+    model, cpu = ConstantClass(), torch.device("cpu")
+    precision = make_precision(PrecisionConfig(), model, torch.optim.SGD(model.parameters()), cpu)
+    state = dataclasses.replace(make_state(), module=model, precision=precision)
+    metrics = validate(state, state.precision.weights(), loader, 10)
     assert (metrics.top1_percent, metrics.top5_percent, metrics.count) == (pytest.approx(40.0), 100.0, 10)
 
 
-def test_validation_runs_the_network_itself_in_eval_mode_and_changes_nothing(make_state):
+def test_validation_is_that_of_the_network_in_eval_mode_and_changes_nothing(make_state):
     state = make_state()
-    state.module.train()
-    state.model = None  # the wrapper must not be called: ranks have different numbers of batches
+    train_step(state, [batch_of(8)])
     before = {name: value.clone() for name, value in state.module.state_dict().items()}
-    validate(state, Batches(2), 8)
-    assert not state.module.training
+    twin = make_state().module.eval()
+    twin.load_state_dict(before)
+    images, labels = (torch.cat(parts) for parts in zip(*Batches(2), strict=True))
+    with torch.no_grad():
+        expected = F.cross_entropy(twin(images), labels).item()
+    state.model = None  # the wrapper must not be called: ranks have different numbers of batches
+    assert validate(state, state.precision.weights(), Batches(2), 8).loss == pytest.approx(expected, rel=1e-6)
+    assert state.module.training
     assert all(torch.equal(before[name], value) for name, value in state.module.state_dict().items())
     assert all(parameter.grad is None for parameter in state.module.parameters())
 
@@ -286,7 +306,8 @@ def test_validation_runs_the_network_itself_in_eval_mode_and_changes_nothing(mak
 @pytest.mark.parametrize("expected", [7, 9])
 def test_validation_of_another_number_of_images_is_an_error(make_state, expected):
     with pytest.raises(RuntimeError, match=f"8 images of {expected}"):
-        validate(make_state(), Batches(2), expected)
+        state = make_state()
+        validate(state, state.precision.weights(), Batches(2), expected)
 
 
 def test_norms_train_again_after_a_validation(make_state):

@@ -2,7 +2,8 @@
 
 A checkpoint holds everything that the next step depends on, so a resumed run equals the uninterrupted one:
 
-    model       weights and buffers, without any wrapper's prefix
+    model       weights and buffers in float32, without any wrapper's prefix: the masters where there are some
+    ema         the moving average of the same, or None
     optimizer   its state_dict
     precision   the loss scaler's state_dict
     step        optimizer updates done; with the config it gives epoch, learning rate and place in the order
@@ -18,6 +19,7 @@ import difflib
 import os
 import typing
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,7 +29,9 @@ from mmcls.utils.errors import RequestError
 
 LAST = "checkpoint_last.pth.tar"
 BEST = "model_best.pth.tar"
-KEYS = {"model", "optimizer", "precision", "step", "rng", "best", "config", "plan", "num_classes", "class_names"}
+KEYS = {"model", "optimizer", "step", "rng", "best", "config", "plan", "num_classes", "class_names"}
+ABSENT = {"precision": {}, "ema": None}
+"""What may be missing in a file of an earlier version, and what stands for it."""
 HEAD = ("fc.weight", "fc.bias")
 
 
@@ -42,7 +46,7 @@ def _on_cpu(value: object) -> object:
 
 def save_checkpoint(contents: dict, path: Path) -> None:
     """Writes a checkpoint beside `path` and renames it, so that `path` is at any moment whole or the earlier one."""
-    assert contents.keys() == KEYS, contents.keys() ^ KEYS
+    assert contents.keys() == KEYS | ABSENT.keys(), contents.keys()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -89,7 +93,7 @@ def read_checkpoint(path: str, flag: str = "--resume") -> dict:
         raise RequestError(
             f"{flag}={path}", "holds weights only, or is of another program", "take the weights by --pretrained=PATH"
         )
-    return contents
+    return ABSENT | contents
 
 
 def saved_config(checkpoint: dict, path: str) -> TrainConfig:
@@ -143,14 +147,19 @@ def resumed_step(checkpoint: dict, plan: RunPlan) -> int:
     return checkpoint["step"] * plan.steps_per_epoch // checkpoint["plan"]["steps_per_epoch"]
 
 
-def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], subject: str, new_head: bool) -> str | None:
+def load_weights(
+    module: nn.Module,
+    weights: dict[str, torch.Tensor],
+    subject: str,
+    new_head: Literal["never", "if needed", "always"] = "never",
+) -> str | None:
     """Loads weights strictly.
 
     Args:
         module: the unwrapped model; on the meta device the weights are checked and nothing is loaded.
         weights: its parameters and buffers by name.
         subject: the flag and path, for error lines.
-        new_head: keep the model's own last layer where the file's has another number of classes.
+        new_head: keep the model's own last layer; `if needed`: where the file's has another number of classes.
 
     Returns:
         A line that says so where the last layer was kept, else None.
@@ -162,8 +171,9 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], subject: s
     # Files from before torch 0.4.1 lack the norms' counters, which nothing here reads.
     weights = {name: value for name, value in own.items() if name.endswith("num_batches_tracked")} | weights
     note = None
-    if new_head and all(name in weights and weights[name].shape != own[name].shape for name in HEAD):
-        note = f"{subject}: {len(weights['fc.bias'])} classes there, {len(own['fc.bias'])} here: new last layer"
+    differs = all(name in weights and weights[name].shape != own[name].shape for name in HEAD)
+    if new_head == "always" or (new_head == "if needed" and differs):
+        note = f"{subject}: {len(weights.get('fc.bias', ()))} classes there, {len(own['fc.bias'])} here: new last layer"
         weights = weights | {name: own[name] for name in HEAD}
     missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unexpected:

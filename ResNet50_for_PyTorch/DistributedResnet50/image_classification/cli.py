@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import tyro
 
 from image_classification.checkpoint import read_checkpoint, saved_config
-from image_classification.config import DistributedConfig, RunConfig, TrainConfig
+from image_classification.config import DistributedConfig, PrecisionConfig, RunConfig, TrainConfig
 from image_classification.data import DataLayout, detect_layout
 from image_classification.recipes import recipe
 from mmcls.utils.errors import RequestError
@@ -32,7 +32,8 @@ ALIASES = {
     "e": "evaluate",
     "device_list": "gpu",
 }
-NOT_AVAILABLE = ("mixup", "loss_scale", "static_loss_scale", "dynamic_loss_scale")
+SYNONYMS = ("addr", "amp", "precision_mode", "static_loss_scale", "dynamic_loss_scale", "local_rank")
+"""Names of the ModelZoo's scripts that stand for another option with a value; `_canonical` says which."""
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
@@ -44,6 +45,7 @@ LIMITS = {
     "width_multiplier": ">0", "lr": ">=0", "lr_per_256": ">=0", "momentum": ">=0", "weight_decay": ">=0",
     "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "recipe_warmup": ">=0", "gamma": ">0",
     "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
+    "no_augment_epochs": ">=0", "mixup": ">=0", "cutmix": ">=0", "clip_grad_norm": ">0", "ema_decay": ">=0", "power": ">0",
     "seed": ">=0", "print_freq": ">=1", "throughput_warmup_steps": ">=0",
 }  # fmt: skip
 
@@ -61,7 +63,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
     options = list(_options(argv))
     given = _parse_values(options, TrainConfig())
     if given.run.resume:
-        config = _parse_values(options, _continued(given.run.resume))
+        level = dict(options).get("opt_level")
+        config = _parse_values(options, _continued(given.run.resume, level))
         layout = detect_layout(config.data.data_path, config.data.allow_empty_classes)
     else:
         layout = detect_layout(given.data.data_path, given.data.allow_empty_classes)
@@ -70,12 +73,21 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
     return config, layout
 
 
-def _continued(path: str) -> TrainConfig:
-    """The configuration of the run that a checkpoint is from, less what belongs to that machine and command."""
+def _continued(path: str, level: str | None) -> TrainConfig:
+    """The configuration of the run that a checkpoint is from, less what belongs to that machine and command.
+
+    On another level than the saved one its options mean nothing.
+    """
     saved = saved_config(read_checkpoint(path), path)
+    precision = saved.precision if level in (None, saved.precision.opt_level) else PrecisionConfig()
+    precision = dataclasses.replace(precision, channels_last=saved.precision.channels_last, amp_engine="auto")
     run = RunConfig(recipe=saved.run.recipe, seed=saved.run.seed, print_freq=saved.run.print_freq)
     return dataclasses.replace(
-        saved, data=dataclasses.replace(saved.data, workers=None), distributed=DistributedConfig(), run=run
+        saved,
+        data=dataclasses.replace(saved.data, workers=None),
+        precision=precision,
+        distributed=DistributedConfig(),
+        run=run,
     )
 
 
@@ -101,14 +113,14 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         written, has_value, value = token.partition("=")
         name = written.lstrip("-").replace("-", "_")
         name = ALIASES.get(name, name)
-        if not has_value and name not in fields and fields.get(name.removeprefix("no_")) is bool:
+        if not has_value and name not in fields and _is_flag(fields.get(name.removeprefix("no_"))):
             yield name.removeprefix("no_"), "False"
             continue
-        takes_no_value = name == "amp" or fields.get(name) is bool
+        takes_no_value = name in ("amp", "dynamic_loss_scale") or _is_flag(fields.get(name))
         if not has_value and takes_no_value:
             value = remaining.pop(0) if remaining and remaining[0].lower() in BOOLEANS else "True"
         elif not has_value:
-            if name in NOT_AVAILABLE or name not in {*fields, "addr", "precision_mode", "local_rank"}:
+            if name not in {*fields, *SYNONYMS}:
                 raise _unknown(written, name, fields)
             if not remaining or remaining[0].startswith("--"):
                 raise RequestError(written, "needs a value", f"write {written}=VALUE")
@@ -121,16 +133,16 @@ def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> 
         raise RequestError(f"{written}={value.strip()}", "the value is empty", "give a value or leave the option out")
     if name == "addr":
         yield "dist_url", f"tcp://{value}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
-    elif name == "amp":
+    elif name in ("amp", "dynamic_loss_scale"):
         if value.lower() not in BOOLEANS:
             raise RequestError(f"{written}={value}", "not a valid value", "take True or False")
         if value.lower() == "true":
-            raise _no_o2(f"{written}={value}")
+            yield ("opt_level", "O2") if name == "amp" else ("loss_scale", "dynamic")
+    elif name == "static_loss_scale":
+        yield "loss_scale", value
     elif name == "precision_mode":
         if value not in PRECISION_MODES:
             raise RequestError(f"{written}={value}", "unknown mode", f"take {' or '.join(PRECISION_MODES)}")
-        if PRECISION_MODES[value] == "O2":
-            raise _no_o2(f"{written}={value}")
         yield "opt_level", PRECISION_MODES[value]
     elif name == "local_rank":
         # Older launchers pass it beside the environment variable; the variable is what counts.
@@ -142,14 +154,13 @@ def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> 
         raise _unknown(written, name, fields)
 
 
-def _no_o2(subject: str) -> RequestError:
-    return RequestError(subject, "means O2, which this version does not have", "take --opt_level=O1")
+def _is_flag(hint: type | None) -> bool:
+    """Whether an option of this type needs no value: True, False or, for some, undecided."""
+    return hint is bool or bool in typing.get_args(hint)
 
 
 def _unknown(written: str, name: str, fields: dict[str, type]) -> RequestError:
-    if name in NOT_AVAILABLE:
-        return RequestError(written, "this version does not have it", "leave it out")
-    names = {other: f"--{other}" for other in (*fields, *ALIASES, "addr", "amp", "precision_mode") if len(other) > 1}
+    names = {other: f"--{other}" for other in (*fields, *ALIASES, *SYNONYMS) if len(other) > 1}
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return RequestError(written, "unknown option", f"did you mean {names[nearest[0]]}? --help lists the options")
 
@@ -178,8 +189,10 @@ def _tyro(arguments: list[str], default: TrainConfig) -> TrainConfig:
 
 def _tyro_arguments(name: str, value: str, hint: type) -> list[str]:
     option = "--" + name.replace("_", "-")
-    if hint is bool:
+    if _is_flag(hint):
         flags = {"true": [option], "false": [option.replace("--", "--no-", 1)]}
+        if hint is not bool:
+            flags = {text: [f"{option}={text.capitalize()}"] for text in BOOLEANS}
         if value.lower() not in flags:
             raise RequestError(f"--{name}={value}", "not a valid value", "take True or False")
         return flags[value.lower()]
@@ -214,6 +227,18 @@ def _check(config: TrainConfig) -> None:
             raise RequestError(f"--{name}={value}", "is too large", "change it")
     if config.optim.label_smoothing >= 1:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")
+    if config.optim.ema_decay is not None and config.optim.ema_decay >= 1:
+        raise RequestError(f"--ema_decay={config.optim.ema_decay}", "must be below 1", "change it")
+    if config.data.no_augment_epochs > config.schedule.epochs:
+        raise RequestError(
+            f"--no_augment_epochs={config.data.no_augment_epochs}",
+            f"there are {config.schedule.epochs} epochs",
+            "take fewer",
+        )
+    if config.model.fine_tuning and config.model.freeze:
+        raise RequestError("--freeze", "--fine_tuning freezes all but the last layer", "give one of them")
+    if config.model.fine_tuning and not (config.run.pretrained or config.run.resume):
+        raise RequestError("--fine_tuning", "there are no weights to start from", "give --pretrained=PATH")
     if config.optim.nesterov and config.optim.momentum == 0:
         raise RequestError("--nesterov", "needs momentum", "give --momentum, or leave --nesterov out")
     if not all(milestone > 0 for milestone in config.schedule.milestones):

@@ -28,6 +28,10 @@ class ModelConfig:
     """Scales the channels of every layer, by a multiple of 0.125; 0.25 is a cheap network for tests."""
     zero_init_last_norm: bool = False
     """Start each residual branch at zero (Goyal et al. 2017, section 5.1)."""
+    freeze: tuple[str, ...] = ()
+    """Parts of the network that keep their weights and norm statistics, with commas: conv1,bn1,layer1."""
+    fine_tuning: bool = False
+    """Train a new last layer on the weights of --pretrained and freeze all the rest."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,20 @@ class DataConfig:
     """Training images of --data_path=synthetic (a quarter of it for validation); default: 100 global batches."""
     allow_empty_classes: bool = False
     """Accept class folders of train/ that hold no image."""
+    no_augment_epochs: int = 0
+    """Last epochs that see the images as validation does, without crops, flips, mixup and cutmix."""
+    mixup: float = 0.0
+    """Alpha of mixup (Zhang et al. 2018), 0 for none; with --cutmix one of the two is drawn for each batch."""
+    cutmix: float = 0.0
+    """Alpha of cutmix (Yun et al. 2019), 0 for none."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Loss and optimizer."""
 
+    optimizer: Literal["sgd", "lars"] = "sgd"
+    """sgd, or lars for global batches above 8,192 images (You et al. 2017)."""
     lr: float | None = None
     """Peak learning rate as given; unless given: the recipe's per 256 images, times global batch / 256.
     Also --learning-rate."""
@@ -66,6 +78,10 @@ class OptimConfig:
     """Nesterov momentum."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes (Szegedy et al. 2016, section 7)."""
+    clip_grad_norm: float | None = None
+    """Largest norm of all gradients together; larger ones are scaled down to it (Pascanu et al. 2013)."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, validated and saved beside them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class ScheduleConfig:
     """Epochs to train."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, whatever the epochs."""
-    schedule: Literal["step", "cosine", "linear"] = "cosine"
+    schedule: Literal["step", "cosine", "linear", "polynomial"] = "cosine"
     """Shape of the decay after the warm-up."""
     warmup: float | None = None
     """Epochs of linear warm-up from lr / warm-up steps to lr; unless given: the recipe's. Also --warmup-epochs."""
@@ -88,6 +104,8 @@ class ScheduleConfig:
     """Epochs at which the step schedule multiplies the learning rate by --gamma."""
     gamma: float = 0.1
     """Factor of the step schedule."""
+    power: float = 2.0
+    """Exponent of the polynomial schedule."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
 
@@ -96,10 +114,21 @@ class ScheduleConfig:
 class PrecisionConfig:
     """Mixed precision."""
 
-    opt_level: Literal["auto", "O0", "O1"] = "O0"
-    """O0: float32 throughout. O1: autocast, bfloat16 on CPU and float16 with loss scaling elsewhere.
-    auto: O1 where the device computes that type faster than float32, else O0.
-    Also --precision_mode (must_keep_origin_dtype is O0)."""
+    opt_level: Literal["auto", "O0", "O1", "O2", "O3"] = "O0"
+    """O0: float32. O1: autocast. O2: short weights with float32 norms and master weights. O3: all short, a speed
+    reference. auto: O1 where the device computes the short type faster than float32, else O0.
+    Also --amp (O2) and --precision_mode (allow_mix_precision is O2, must_keep_origin_dtype O0)."""
+    half_type: Literal["float16", "bfloat16"] | None = None
+    """Short type of O1 to O3; default: bfloat16 on cpu, float16 on npu and cuda."""
+    loss_scale: str | None = None
+    """`dynamic`, or a number of at least 1; default: dynamic where float16 is used, but 1 at O3. Also
+    --static_loss_scale=N and --dynamic_loss_scale."""
+    keep_batchnorm_fp32: bool | None = None
+    """Norms in float32; default: yes at O2, no at O3."""
+    master_weights: bool | None = None
+    """A float32 copy of short weights, which the optimizer changes; default: yes at O2, no at O3."""
+    amp_engine: Literal["auto", "apex", "torch"] = "auto"
+    """Who does mixed precision; auto takes Apex where it is installed with amp and the device is no CPU."""
     channels_last: bool | None = None
     """Memory format of images and weights; default: on for cpu and cuda, off for npu."""
 
@@ -138,6 +167,8 @@ class RunConfig:
     """full: the accuracy run, float32. performance: the throughput run, mixed precision and few epochs."""
     seed: int = 0
     """Seed of weights, order and augmentation."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time, on this machine and these versions; slower."""
     output_dir: str | None = None
     """Folder of the run folders; default: test/output in the repository."""
     resume: str | None = None
@@ -191,6 +222,7 @@ class RunPlan:
     epochs: int
     total_steps: int
     warmup_epochs: float
+    no_augment_epochs: int
     peak_lr: float
 
     @property
@@ -236,5 +268,6 @@ def resolve(config: TrainConfig, world_size: int, num_train_images: int, num_val
         epochs=config.schedule.epochs,
         total_steps=total_steps,
         warmup_epochs=recipe_warmup if schedule.warmup is None else schedule.warmup,
+        no_augment_epochs=config.data.no_augment_epochs,
         peak_lr=peak_lr,
     )

@@ -3,13 +3,17 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from image_classification.checkpoint import load_weights, read_checkpoint, read_weights, resumed_step
 from image_classification.config import RunConfig, RunPlan, TrainConfig, resolve, to_plain
 from image_classification.data import DataLayout, absolute_path, open_datasets, prepare_data
-from image_classification.precision import memory_format
+from image_classification.freezing import freeze
+from image_classification.levels import resolve_level
+from image_classification.optim import build_optimizer
+from image_classification.precision import choose_engine, memory_format
 from image_classification.resnet import build_resnet
 from mmcls.utils.device import (
     BACKENDS,
@@ -61,13 +65,13 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     """
     config, cards, num_ranks, notes = _choose_devices(config)
     _check_backend(config)
+    config, precision_notes = _choose_precision(config)
     layout = prepare_data(layout)
     if layout.kind == "synthetic" and config.model.num_classes:
         layout = replace(layout, num_classes=config.model.num_classes)
     if layout.path is not None:  # absolute, so that a resumed run finds it from anywhere
         config = replace(config, data=replace(config.data, data_path=str(absolute_path(config.data.data_path))))
     config, model_notes = _complete_model(config, layout)
-    config, precision_notes = _choose_precision(config)
     world_size = int(os.environ["WORLD_SIZE"]) if started_as_rank() else num_ranks * config.distributed.world_size
     config, data_notes = _complete_data(config, layout, num_ranks, world_size)
     datasets = open_datasets(layout, config.data, config.data.image_size)
@@ -75,7 +79,7 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     _check_output(config)
     if not config.run.evaluate:
         _check_norms_have_values(config)
-    weight_notes = _check_weights(config, plan)
+    network_notes = _check_network(config, plan)
     lr_source = "--lr" if config.optim.lr is not None else f"{config.optim.lr_per_256:g} per 256 images"
     notes += [layout.description, *layout.warnings, *datasets.warnings]
     notes += [
@@ -84,7 +88,7 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
         *data_notes,
         plan.batch_line,
         f"learning rate {plan.peak_lr:g} ({lr_source})",
-        *weight_notes,
+        *network_notes,
     ]
     notes.append(f"{plan.num_train_images} training images in {plan.steps_per_epoch} steps an epoch, "
                  f"{plan.left_out_images} left out by each epoch's order; {plan.num_val_images} validation images")  # fmt: skip
@@ -202,17 +206,23 @@ def _complete_model(config: TrainConfig, layout: DataLayout) -> tuple[TrainConfi
 
 
 def _choose_precision(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    precision, device = config.precision, torch.device(config.distributed.device)
-    level, notes = precision.opt_level, []
-    if level == "auto":
-        level = "O1" if has_fast_half(device) else "O0"
-        if level == "O0":
+    precision, device_type, notes = config.precision, config.distributed.device, []
+    fast = has_fast_half(device_type)
+    if precision.opt_level == "auto":
+        precision = replace(precision, opt_level="O1" if fast or precision.half_type else "O0")
+        if precision.opt_level == "O0":
             notes.append(
                 "this CPU has no bfloat16 instructions: O0 is used; --opt_level=O1 forces O1, which is slow here"
             )
-    layout = str(memory_format(precision, device.type)).removeprefix("torch.")
-    notes.append(f"precision {level}, memory format {layout}")
-    return replace(config, precision=replace(precision, opt_level=level)), notes
+    elif precision.opt_level != "O0" and not fast:
+        notes.append(f"warning: this CPU has no bfloat16 instructions: {precision.opt_level} is slower than O0 here")
+    level = resolve_level(precision, device_type)
+    engine, engine_note = choose_engine(precision, device_type)
+    layout = str(memory_format(precision, device_type)).removeprefix("torch.")
+    notes.append(f"precision {level}; by {engine}{f' ({engine_note})' if engine_note else ''}, memory format {layout}")
+    if level.name == "O3":
+        notes.append("O3 is a reference for speed: without float32 weights a network may not converge")
+    return replace(config, precision=replace(precision, amp_engine=engine)), notes
 
 
 def _complete_data(
@@ -243,8 +253,19 @@ def _check_norms_have_values(config: TrainConfig) -> None:
         )
 
 
-def _check_weights(config: TrainConfig, plan: RunPlan) -> list[str]:
-    """Reads the file that the run starts from; says what is not as it was in the run that is continued."""
+def new_head(config: TrainConfig) -> Literal["never", "if needed", "always"]:
+    """When the last layer of --pretrained is replaced by a new one."""
+    if config.run.evaluate:
+        return "never"
+    return "always" if config.model.fine_tuning else "if needed"
+
+
+def _check_network(config: TrainConfig, plan: RunPlan) -> list[str]:
+    """Builds the network without memory and reads the file that it starts from.
+
+    Returns:
+        A line for each thing that is not as it was in the run that is continued.
+    """
     with torch.device("meta"):
         network = build_resnet(
             config.model.arch,
@@ -252,9 +273,12 @@ def _check_weights(config: TrainConfig, plan: RunPlan) -> list[str]:
             stem=config.model.stem,
             width_multiplier=config.model.width_multiplier,
         )
+    if config.model.freeze:
+        freeze(network, config.model.freeze)
+    build_optimizer(network, config.optim, plan.peak_lr)  # its library may be missing
     if config.run.pretrained:
         weights, subject = read_weights(config.run.pretrained), f"--pretrained={config.run.pretrained}"
-        load_weights(network, weights, subject, new_head=not config.run.evaluate)
+        load_weights(network, weights, subject, new_head(config))
     if not config.run.resume:
         return []
     checkpoint = read_checkpoint(config.run.resume)
@@ -264,7 +288,7 @@ def _check_weights(config: TrainConfig, plan: RunPlan) -> list[str]:
             f"checkpoint has {checkpoint['num_classes']} classes, data has {config.model.num_classes}",
             "take the weights by --pretrained",
         )
-    load_weights(network, checkpoint["model"], f"--resume={config.run.resume}", new_head=False)
+    load_weights(network, checkpoint["model"], f"--resume={config.run.resume}")
     if not config.run.evaluate and resumed_step(checkpoint, plan) >= plan.total_steps:
         raise RequestError(
             f"--resume={config.run.resume}",

@@ -174,27 +174,33 @@ class Reporter:
             f"Acc@1 {window.top1_percent:.2f} ({epoch_so_far.top1_percent:.2f}) "
             f"Acc@{self._k} {window.top5_percent:.2f} ({epoch_so_far.top5_percent:.2f}) lr {lr:.6g}"
         )
+        scale = state.precision.loss_scale
+        if state.precision.scales_loss:
+            line += f" Scale {scale:g} Skipped {state.precision.skipped_updates}"
         self.say(line, console=self._progress is None)
         self._record(
             kind="train", epoch=epoch, step=state.step, lr=lr, loss=window.loss, top1_percent=window.top1_percent,
-            step_seconds=step_seconds, data_seconds=data_seconds, loss_scale=state.precision.loss_scale,
+            step_seconds=step_seconds, data_seconds=data_seconds, loss_scale=scale, skipped_updates=state.precision.skipped_updates,
         )  # fmt: skip
         self._reset_window()
 
     def training_paused(self) -> None:
         self._epoch_images_per_second = self._meter.pause()
 
-    def epoch_done(self, state: TrainState, epoch: int, train: Metrics, validation: Metrics) -> None:
+    def epoch_done(
+        self, state: TrainState, epoch: int, train: Metrics, validation: Metrics, ema: Metrics | None
+    ) -> None:
+        averaged = {} if ema is None else {"ema_top1_percent": ema.top1_percent, "ema_loss": ema.loss}
         self._record(
             kind="epoch", epoch=epoch, step=state.step, lr=state.optimizer.param_groups[0]["lr"],
             train_loss=train.loss, train_top1_percent=train.top1_percent, val_loss=validation.loss,
             val_top1_percent=validation.top1_percent, val_top5_percent=validation.top5_percent, k=self._k,
-            images_per_second=self._epoch_images_per_second, best_top1_percent=state.best[0],
+            images_per_second=self._epoch_images_per_second, best_top1_percent=state.best[0], **averaged,
         )  # fmt: skip
         rate = self._epoch_images_per_second
         self.say(
             f"Epoch {epoch}: train loss {train.loss:.4f} Acc@1 {train.top1_percent:.3f} | validation "
-            f"{self._validation_text(validation)} | best {state.best[0]:.3f} in epoch {state.best[1]} | "
+            f"{self._validation_text(validation)}{self._average_text(ema)} | best {state.best[0]:.3f} in epoch {state.best[1]} | "
             f"{'n/a' if rate is None else f'{rate:.1f}'} images/s"
         )
         self._epoch_sums = MetricSums.zeros(self._device)
@@ -234,10 +240,12 @@ class Reporter:
                 file.close()
         self._log = self._metrics = None
 
-    def evaluation_done(self, validation: Metrics) -> None:
-        self.say(f"Validation: {self._validation_text(validation)}")
+    def evaluation_done(self, validation: Metrics, ema: Metrics | None) -> None:
+        self.say(f"Validation: {self._validation_text(validation)}{self._average_text(ema)}")
         results = {"val_loss": validation.loss, "val_top1_percent": validation.top1_percent,
                    "val_top5_percent": validation.top5_percent, "k": self._k}  # fmt: skip
+        if ema is not None:
+            results["ema_top1_percent"] = ema.top1_percent
         write_json(self._facts() | {"status": "done", **results}, self.folder / "summary.json")
 
     def run_done(self, state: TrainState) -> None:
@@ -258,8 +266,9 @@ class Reporter:
             "final_train_loss": last["train_loss"],
             "best_top1_percent": state.best[0],
             "best_epoch": state.best[1],
+            "final_ema_top1_percent": last.get("ema_top1_percent"),
             "steps_done": state.step,
-            "skipped_updates": state.skipped_updates,
+            "skipped_updates": state.precision.skipped_updates,
             "e2e_seconds": duration,
             "peak_memory_bytes_rank0": peak_memory_bytes(self._device),
         }
@@ -294,6 +303,9 @@ class Reporter:
         }
         text = "".join(f"{key} = {value}\n" for key, value in values.items())
         (self.folder / f"{self._case}.log").write_text(text, encoding="utf-8")
+
+    def _average_text(self, ema: Metrics | None) -> str:
+        return "" if ema is None else f" | averaged weights Acc@1 {ema.top1_percent:.3f} Loss {ema.loss:.4f}"
 
     def _validation_text(self, validation: Metrics) -> str:
         return (

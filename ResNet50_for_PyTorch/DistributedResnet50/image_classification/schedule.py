@@ -21,10 +21,11 @@ def make_schedule(
 
     The warm-up is linear and ends at `peak_lr` (Goyal et al. 2017, arXiv:1706.02677, section 2.2). After it, `step`
     multiplies by gamma at each milestone; `cosine` (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, with
-    minimum 0 and no restart) and `linear` fall from the end of the warm-up to 0 at `total_steps_of_all_epochs`.
+    minimum 0 and no restart), `linear` and `polynomial`, which is linear raised to a power (2 in You et al. 2017,
+    arXiv:1708.03888), fall from the end of the warm-up to 0 at `total_steps_of_all_epochs`.
 
     Args:
-        config: shape, milestones (in epochs) and gamma.
+        config: shape, milestones (in epochs), gamma and power.
         peak_lr: learning rate at the end of the warm-up.
         steps_per_epoch: optimizer steps of one epoch.
         total_steps_of_all_epochs: optimizer steps of `config.epochs` epochs. A limit by `max_steps` does not enter
@@ -43,6 +44,6 @@ def make_schedule(
         progress = min(1.0, (step - warmup_steps) / decay_steps)
         if config.schedule == "cosine":
             return peak_lr * 0.5 * (1 + math.cos(math.pi * progress))
-        return peak_lr * (1 - progress)
+        return peak_lr * (1 - progress) ** (config.power if config.schedule == "polynomial" else 1)
 
     return learning_rate

@@ -15,8 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from image_classification.config import RunPlan
 from image_classification.data import EvalLoader, TrainLoader
+from image_classification.divergence import FirstBadStep, first_non_finite
+from image_classification.ema import WeightAverage
+from image_classification.freezing import train_mode
 from image_classification.losses import cross_entropy
 from image_classification.metrics import Metrics, MetricSums
+from image_classification.mixup import Mixup
 from image_classification.precision import Precision
 from image_classification.schedule import Schedule
 from mmcls.utils.device import seed_everything
@@ -27,29 +31,40 @@ Batch = tuple[Tensor, Tensor]
 """Images, [N, 3, H, W], float32, normalised; labels, [N], int64; both on the device."""
 
 
+MAX_SKIPS_IN_A_ROW = 20
+"""Updates that overflows may leave out one after the other before the run counts as diverged."""
+
+
 @dataclass
 class TrainState:
     """What a step reads and changes.
 
     Attributes:
-        module: the network itself; validated and saved.
+        module: the network itself.
         model: what the step calls: `module`, or the distributed wrapper around it.
-        step: optimizer updates done since the run began.
-        skipped_updates: of those, the ones that an overflow of the short type left out.
+        precision: the level that both are on; it also has the optimizer.
+        max_grad_norm: limit of the norm of all gradients together.
+        ema: moving average of the weights.
+        step: optimizer updates done since the run began, those that an overflow left out among them.
         best: top-1 in percent and epoch of the best validation.
     """
 
     module: nn.Module
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
     label_smoothing: float
     seed: int
     device: torch.device
+    max_grad_norm: float | None = None
+    mixup: Mixup | None = None
+    ema: WeightAverage | None = None
     step: int = 0
-    skipped_updates: int = 0
     best: tuple[float, int] = (-1.0, -1)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.precision.optimizer
 
 
 class Observer(Protocol):
@@ -57,7 +72,9 @@ class Observer(Protocol):
 
     def step_done(self, state: TrainState, sums: MetricSums, data_seconds: float) -> None: ...
     def training_paused(self) -> None: ...
-    def epoch_done(self, state: TrainState, epoch: int, train: Metrics, validation: Metrics) -> None: ...
+    def epoch_done(
+        self, state: TrainState, epoch: int, train: Metrics, validation: Metrics, ema: Metrics | None
+    ) -> None: ...
 
 
 StepFunction = Callable[[TrainState, list[Batch]], MetricSums]
@@ -73,15 +90,21 @@ def train_step(state: TrainState, group: list[Batch]) -> MetricSums:
         parameters["lr"] = state.schedule(state.step)
     sums = MetricSums.zeros(state.device)
     num_images = sum(len(labels) for _, labels in group)
-    for position, (images, labels) in enumerate(group, start=1):
-        with sync_gradients(state.model, last=position == len(group)):
-            with state.precision.autocast():
-                logits = state.model(images)
-            loss = cross_entropy(logits, labels, state.label_smoothing)
-            state.precision.backward(loss * (len(labels) / num_images))
+    for position, (images, labels) in enumerate(group):
+        targets, last = labels, position == len(group) - 1
+        if state.mixup:
+            images, targets = state.mixup(images, labels, state.step, position)
+        with sync_gradients(state.model, last):
+            logits = state.precision.forward(state.model, images)
+            loss = cross_entropy(logits, targets, state.label_smoothing)
+            state.precision.backward(loss * (len(labels) / num_images), last)
         sums.add(loss, logits, labels)
-    state.skipped_updates += not state.precision.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    state.precision.unscale()
+    if state.max_grad_norm is not None:
+        state.precision.clip_gradients(state.max_grad_norm)
+    if state.precision.step() and state.ema:
+        state.ema.update(state.precision.weights(), state.step)
+    state.precision.zero_gradients()
     state.step += 1
     return sums
 
@@ -98,14 +121,13 @@ def fix_summation_order(state: TrainState, images: Tensor, labels: Tensor) -> No
 
     DistributedDataParallel sorts its gradient buckets anew after the first backward pass, which changes the order of
     summation from three ranks on. With this pass done, a resumed run sums in the order of the uninterrupted one.
+    Gradients that must stay in their buffer cannot be discarded, so runs with such ones are left as they are.
     """
-    if not isinstance(state.model, DistributedDataParallel):
+    if not isinstance(state.model, DistributedDataParallel) or state.precision.combines_gradients:
         return
     buffers = {name: buffer.clone() for name, buffer in state.module.named_buffers()}
-    with state.precision.autocast():
-        logits = state.model(images)
-    cross_entropy(logits, labels).backward()
-    state.optimizer.zero_grad(set_to_none=True)
+    cross_entropy(state.precision.forward(state.model, images), labels).backward()
+    state.module.zero_grad(set_to_none=True)
     for name, buffer in state.module.named_buffers():
         buffer.copy_(buffers[name])
 
@@ -118,7 +140,12 @@ def grouped(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 def train_epoch(
-    state: TrainState, loader: TrainLoader, plan: RunPlan, observer: Observer | None, step_function: StepFunction
+    state: TrainState,
+    loader: TrainLoader,
+    plan: RunPlan,
+    observer: Observer | None,
+    step_function: StepFunction,
+    check_every: int,
 ) -> Metrics:
     """Trains from `state.step` to the end of its epoch, or of the run.
 
@@ -126,27 +153,54 @@ def train_epoch(
         Averages over the images of all ranks.
 
     Raises:
-        DivergenceError: the loss is not finite.
+        DivergenceError: a loss is not finite where no overflow is expected, or too many updates were skipped.
     """
     epoch, first_step = divmod(state.step, plan.steps_per_epoch)
     seed_everything(epoch_seed(state.seed, epoch, get_rank()), state.device)
-    state.model.train()
-    epoch_sums = MetricSums.zeros(state.device)
-    batches = grouped(loader.epoch(epoch, first_step * plan.accumulation_steps), plan.accumulation_steps)
-    while state.step < min((epoch + 1) * plan.steps_per_epoch, plan.total_steps):
+    train_mode(state.model)
+    epoch_sums, bad_step = MetricSums.zeros(state.device), FirstBadStep(state.device)
+    augment = epoch < plan.epochs - plan.no_augment_epochs
+    micro_batches = loader.epoch(epoch, first_step * plan.accumulation_steps, augment)
+    batches = grouped(micro_batches, plan.accumulation_steps)
+    end = min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)
+    while state.step < end:
         started = time.perf_counter()
         group = next(batches)
         data_seconds = time.perf_counter() - started
         sums = step_function(state, group)
         epoch_sums += sums
+        bad_step.add(sums.values[0], state.step - 1)
+        in_epoch = state.step - epoch * plan.steps_per_epoch
+        if state.precision.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            what = f"{MAX_SKIPS_IN_A_ROW} updates in a row overflowed"
+            raise diverged(state, plan, state.step - 1, group, what)
+        if not state.precision.skips_overflows and (in_epoch % check_every == 0 or state.step == end):
+            found = bad_step.read()
+            if found is not None:
+                raise diverged(state, plan, found[0], group, f"loss is {found[1]}")
         if observer:
             observer.step_done(state, sums, data_seconds)
     if observer:
         observer.training_paused()
     sum_over_ranks(epoch_sums.values)
-    metrics = epoch_sums.averages()
-    check_finite(metrics.loss, f"training loss of epoch {epoch}")
-    return metrics
+    return epoch_sums.averages()
+
+
+def diverged(state: TrainState, plan: RunPlan, step: int, group: list[Batch], what: str) -> DivergenceError:
+    """The error that ends a run, with what helps to find the cause: place, learning rate, scale, first bad tensor."""
+    images, labels = group[-1]
+    scale = state.precision.loss_scale
+
+    def scaled_loss() -> Tensor:
+        logits = state.precision.forward(state.module, images)
+        return cross_entropy(logits, labels, state.label_smoothing) * scale
+
+    epoch, in_epoch = divmod(step, plan.steps_per_epoch)
+    name = first_non_finite(state.module, scaled_loss) or "none is left in the last batch"
+    return DivergenceError(
+        f"{what} at epoch {epoch} step {in_epoch + 1} (lr {state.schedule(step):g}, loss scale {scale:g}; first tensor "
+        f"that is not finite: {name}); lower --lr, or take a longer --warmup"
+    )
 
 
 def check_finite(loss: float, what: str) -> None:
@@ -161,17 +215,17 @@ def epoch_seed(seed: int, epoch: int, rank: int) -> int:
 
 
 @torch.no_grad()
-def validate(state: TrainState, loader: EvalLoader, num_images: int) -> Metrics:
-    """Validates the unwrapped network on all images of all ranks, none twice and none left out.
+def validate(state: TrainState, weights: dict[str, Tensor], loader: EvalLoader, num_images: int) -> Metrics:
+    """Validates weights on all images of all ranks, none twice and none left out, in float32.
+
+    The weights are those that are saved, so any program that loads the file finds the same accuracy.
 
     Raises:
         RuntimeError: the number of images seen is not `num_images`.
     """
-    state.module.eval()
     sums = MetricSums.zeros(state.device)
     for images, labels in loader:
-        with state.precision.autocast():
-            logits = state.module(images)
+        logits = state.precision.infer(weights, images)
         sums.add(cross_entropy(logits, labels), logits, labels)
     sum_over_ranks(sums.values)
     metrics = sums.averages()
@@ -189,28 +243,34 @@ def fit(
     observer: Observer | None = None,
     save: Callable[[TrainState, bool], None] | None = None,
     step_function: StepFunction = train_step,
+    check_every: int = 10,
 ) -> None:
     """Trains epoch after epoch until the plan is fulfilled, validating and saving after each.
 
     Raises:
-        DivergenceError: a loss is not finite; nothing of that epoch is saved.
+        DivergenceError: see `train_epoch`; also where a validation loss is not finite. Nothing of that epoch is saved.
 
     Args:
         observer: told about each step and epoch; given on one rank only.
         save: called after each epoch with whether it is the best so far; given on one rank only.
         step_function: the training step; another one with the signature of `train_step` may be passed.
+        check_every: steps between two looks at whether the loss is finite, for each of which the host waits.
     """
     while state.step < plan.total_steps:
         epoch = state.step // plan.steps_per_epoch
-        train = train_epoch(state, train_loader, plan, observer, step_function)
-        average_norm_statistics(state.module)
-        validation = validate(state, val_loader, plan.num_val_images)
+        train = train_epoch(state, train_loader, plan, observer, step_function, check_every)
+        average_norm_statistics(dict(state.module.named_buffers()))
+        validation = validate(state, state.precision.weights(), val_loader, plan.num_val_images)
         # The last update of an epoch shows in no training loss of that epoch.
         check_finite(validation.loss, f"validation loss of epoch {epoch}")
+        ema = None
+        if state.ema:
+            average_norm_statistics(state.ema.weights)
+            ema = validate(state, state.ema.weights, val_loader, plan.num_val_images)
         is_best = validation.top1_percent > state.best[0]
         if is_best:
             state.best = (validation.top1_percent, epoch)
         if observer:
-            observer.epoch_done(state, epoch, train, validation)
+            observer.epoch_done(state, epoch, train, validation, ema)
         if save:
             save(state, is_best)

@@ -19,17 +19,20 @@ from image_classification.checkpoint import (
     resumed_step,
     save_checkpoint,
 )
-from image_classification.config import RunPlan, TrainConfig, resolve, to_plain
+from image_classification.config import ModelConfig, RunPlan, TrainConfig, resolve, to_plain
 from image_classification.data import Datasets, EvalLoader, TrainLoader, open_datasets
+from image_classification.ema import WeightAverage
+from image_classification.freezing import freeze, freeze_all_but_head
+from image_classification.mixup import Mixup
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision, memory_format
-from image_classification.preflight import Job, output_folder
+from image_classification.precision import Precision, make_precision, memory_format
+from image_classification.preflight import Job, new_head, output_folder
 from image_classification.reporting import Reporter
 from image_classification.resnet import build_resnet
 from image_classification.schedule import make_schedule
 from image_classification.training import TrainState, fit, fix_summation_order, validate
 from mmcls.utils.ascend_errors import explain, is_busy
-from mmcls.utils.device import seed_everything, set_device, use_full_float32
+from mmcls.utils.device import make_deterministic, seed_everything, set_device, use_full_float32
 from mmcls.utils.distribution import (
     destroy_process_group,
     get_rank,
@@ -53,6 +56,8 @@ def run_rank(job: Job) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     card = job.cards[local_rank] if job.cards else 0
     device = retry_if_busy(lambda: set_device(config.distributed.device, card))
+    if config.run.deterministic:
+        make_deterministic(device.type)
     if config.precision.opt_level == "O0":
         use_full_float32(device)
     # Before the group is joined: reading data is what makes ranks late, and a collective waits only so long.
@@ -95,9 +100,10 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
     val_loader = EvalLoader(datasets.val, **_loader_options(config, device), batch_size=plan.micro_batch_size)
     try:
         if config.run.evaluate:
-            validation = validate(state, val_loader, plan.num_val_images)
+            validation = validate(state, state.precision.weights(), val_loader, plan.num_val_images)
+            ema = validate(state, state.ema.weights, val_loader, plan.num_val_images) if state.ema else None
             if reporter:
-                reporter.evaluation_done(validation)
+                reporter.evaluation_done(validation, ema)
         else:
             _train(config, plan, state, datasets, val_loader, reporter)
     finally:
@@ -130,7 +136,8 @@ def _train(
         reporter.training_started(state)
     try:
         save = checkpoint_writer(config, plan, datasets.class_names, reporter.folder) if reporter else None
-        fit(state, train_loader, val_loader, plan, observer=reporter, save=save)
+        fit(state, train_loader, val_loader, plan,
+            observer=reporter, save=save, check_every=config.run.print_freq)  # fmt: skip
     finally:
         train_loader.close()
     if reporter:
@@ -166,19 +173,21 @@ def build_state(config: TrainConfig, plan: RunPlan, device: torch.device) -> tup
     if config.run.pretrained:
         subject = f"--pretrained={config.run.pretrained}"
         weights = read_weights(config.run.pretrained)
-        note = load_weights(module, weights, subject, new_head=not config.run.evaluate)
+        note = load_weights(module, weights, subject, new_head(config))
         notes.append(note or f"{subject}: all weights loaded")
     elif config.run.resume:
         checkpoint = read_checkpoint(config.run.resume)
-        load_weights(module, checkpoint["model"], f"--resume={config.run.resume}", new_head=False)
+        load_weights(module, checkpoint["model"], f"--resume={config.run.resume}")
+    notes += _freeze(module, model_config)
     module = wrap_non_distributed_model(module, device).to(memory_format=memory_format(config.precision, device.type))
-    optimizer = build_optimizer(module, config.optim, plan.peak_lr)
+    # A level changes the weights that an optimizer steps, so it comes between the optimizer and the wrapper.
+    precision = make_precision(config.precision, module, build_optimizer(module, config.optim, plan.peak_lr), device)
     steps_of_all_epochs = plan.steps_per_epoch * plan.epochs
+    ema_decay = config.optim.ema_decay
     state = TrainState(
         module=module,
-        model=_wrap(module, device),
-        optimizer=optimizer,
-        precision=Precision(config.precision, optimizer, device),
+        model=_wrap(module, device, precision),
+        precision=precision,
         schedule=make_schedule(
             config.schedule,
             plan.peak_lr,
@@ -189,27 +198,66 @@ def build_state(config: TrainConfig, plan: RunPlan, device: torch.device) -> tup
         label_smoothing=config.optim.label_smoothing,
         seed=config.run.seed,
         device=device,
+        max_grad_norm=config.optim.clip_grad_norm,
+        mixup=_make_mixup(config, plan),
+        ema=None if ema_decay is None else WeightAverage(precision.weights(), ema_decay),
     )
+    if checkpoint:
+        notes += _restore_average(state, checkpoint)
     if checkpoint and not config.run.evaluate:
-        notes.append(_resume(state, checkpoint, config.run.resume, plan))
+        notes += _resume(state, checkpoint, config.run.resume, plan)
     return state, notes
 
 
-def _wrap(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _freeze(module: torch.nn.Module, config: ModelConfig) -> list[str]:
+    """Freezes what the options name; a line that says how much."""
+    if not config.freeze and not config.fine_tuning:
+        return []
+    frozen = freeze_all_but_head(module) if config.fine_tuning else freeze(module, config.freeze)
+    return [f"{frozen} of {sum(parameter.numel() for parameter in module.parameters())} weights are frozen"]
+
+
+def _make_mixup(config: TrainConfig, plan: RunPlan) -> Mixup | None:
+    data = config.data
+    if data.mixup == data.cutmix == 0:
+        return None
+    return Mixup(
+        data.mixup,
+        data.cutmix,
+        num_classes=config.model.num_classes,
+        seed=config.run.seed,
+        rank=get_rank(),
+        stop_step=(plan.epochs - plan.no_augment_epochs) * plan.steps_per_epoch,
+    )
+
+
+def _wrap(module: torch.nn.Module, device: torch.device, precision: Precision) -> torch.nn.Module:
     """The distributed wrapper, where there are ranks to share the work with."""
     if get_world_size() == 1:
         return module
-    return wrap_distributed_model(module, device, gradient_as_bucket_view=True)
+    return wrap_distributed_model(module, device, gradient_as_bucket_view=not precision.combines_gradients)
 
 
-def _resume(state: TrainState, checkpoint: dict, path: str, plan: RunPlan) -> str:
+def _restore_average(state: TrainState, checkpoint: dict) -> list[str]:
+    if state.ema is None:
+        return []
+    if checkpoint["ema"] is None:
+        return ["the checkpoint has no moving average of the weights: it starts at the weights"]
+    state.ema.load_state_dict(checkpoint["ema"])
+    return []
+
+
+def _resume(state: TrainState, checkpoint: dict, path: str, plan: RunPlan) -> list[str]:
     state.optimizer.load_state_dict(checkpoint["optimizer"])
-    state.precision.load_state_dict(checkpoint["precision"])
+    note = state.precision.load_state_dict(checkpoint["precision"])
+    notes = [note] if note else []
     state.step = resumed_step(checkpoint, plan)
     state.best = tuple(checkpoint["best"])
     epoch, offset = divmod(state.step, plan.steps_per_epoch)
     inside = f", step {offset} of {plan.steps_per_epoch}" if offset else ""
-    return f"resumed {path}: next is epoch {epoch}{inside}; best so far {state.best[0]:.3f} in epoch {state.best[1]}"
+    scale = f"; loss scale {state.precision.loss_scale:g}" if state.precision.scales_loss else ""
+    best = f"best so far {state.best[0]:.3f} in epoch {state.best[1]}"
+    return [*notes, f"resumed {path}: next is epoch {epoch}{inside}; {best}{scale}"]
 
 
 def checkpoint_writer(
@@ -220,7 +268,8 @@ def checkpoint_writer(
 
     def save(state: TrainState, is_best: bool) -> None:
         contents = {
-            "model": state.module.state_dict(),
+            "model": state.precision.weights(),
+            "ema": state.ema.state_dict() if state.ema else None,
             "optimizer": state.optimizer.state_dict(),
             "precision": state.precision.state_dict(),
             "step": state.step,

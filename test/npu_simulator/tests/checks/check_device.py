@@ -169,6 +169,62 @@ def test_the_fused_optimizer_equals_sgd(momentum, nesterov):
         optimizers[1].zero_grad(set_to_none=True)
 
 
+def fused_and_plain(**settings):
+    """The same network twice, of a convolution and a linear layer in groups of their own, with both optimizers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 2)).npu()
+    fused = copy.deepcopy(plain)
+    groups = [[{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.05}] for net in (plain, fused)]
+    settings = dict(lr=0.1, momentum=0.9, weight_decay=0.01) | settings
+    return plain, torch.optim.SGD(groups[0], **settings), fused, torch_npu.optim.NpuFusedSGD(groups[1], **settings)
+
+
+def step_with(net, optimizer):
+    net(torch.ones(2, 3, 4, 4, device="npu")).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"dampening": 0.5}], ids=str)
+def test_states_go_from_sgd_to_the_fused_optimizer_and_back(settings):
+    plain, sgd, fused, fused_sgd = fused_and_plain(**settings)
+    for _ in range(2):
+        step_with(plain, sgd)
+    fused.load_state_dict(plain.state_dict())
+    fused_sgd.load_state_dict(copy.deepcopy(sgd.state_dict()))
+    loaded = [state["momentum_buffer"].clone() for state in sgd.state_dict()["state"].values()]
+    for net, optimizer in ((plain, sgd), (fused, fused_sgd)):
+        for group in optimizer.param_groups:  # new objects since loading
+            group["lr"] *= 0.5
+        step_with(net, optimizer)
+        step_with(net, optimizer)
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict())
+    expected, actual = (optimizer.state_dict()["state"] for optimizer in (sgd, fused_sgd))
+    assert list(actual) == [0, 1, 2, 3]
+    for number, before in enumerate(loaded):
+        assert actual[number]["momentum_buffer"].shape == before.shape
+        assert not torch.equal(actual[number]["momentum_buffer"], before)
+        torch.testing.assert_close(actual[number]["momentum_buffer"], expected[number]["momentum_buffer"])
+    sgd.load_state_dict(copy.deepcopy(fused_sgd.state_dict()))
+    step_with(plain, sgd)
+    step_with(fused, fused_sgd)
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict())
+
+
+def test_a_loaded_state_is_copied_into_the_fused_optimizer():
+    _, _, net, optimizer = fused_and_plain()
+    buffers = [torch.ones_like(parameter) for parameter in net.parameters()]
+    state = optimizer.state_dict() | {"state": {n: {"momentum_buffer": buffer} for n, buffer in enumerate(buffers)}}
+    optimizer.load_state_dict(state)
+    step_with(net, optimizer)
+    assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in buffers)
+    for buffer in buffers:
+        buffer.fill_(1e6)
+    optimizer.load_state_dict(state)  # too late: the combined buffer stays
+    step_with(net, optimizer)
+    assert max(parameter.abs().max() for parameter in net.parameters()) < 10
+
+
 def test_streams_and_events():
     stream = torch.npu.Stream()
     assert torch.npu.current_stream() != stream

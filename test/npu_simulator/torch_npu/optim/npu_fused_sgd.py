@@ -21,6 +21,9 @@ def _combine(tensors):
 class NpuFusedSGD(Optimizer):
     """SGD over combined buffers: parameters and gradients move into them at the first step and must stay there.
 
+    A state of `torch.optim.SGD` can be loaded and is what `state_dict` gives. As in the real one, momentum that is
+    loaded after the first step is not used: the combined buffer stays.
+
     Raises:
         ValueError: a setting is out of range.
         TypeError: a parameter is neither float32 nor float16.
@@ -42,14 +45,15 @@ class NpuFusedSGD(Optimizer):
         self.is_params_grads_combined = False
         self.params_all_group_combined = [None, None]
         self.grads_all_group_combined = [None, None]
-        self._parts = []  # (group, parameters, their slice of the buffer, their gradients' slice)
+        self._parts = []  # (number of the group, parameters, their slice of the buffer, their gradients' slice)
+        self._momentum_buffers = {}  # for each part, from the first step on
 
     def _maybe_init_combined_params_and_grads(self):
         if self.is_params_grads_combined:
             return
         for number, dtype in enumerate(_DTYPES):
             members = []
-            for group in self.param_groups:
+            for group in self.param_groups:  # loading a state replaces the groups: refer to them by number
                 used = [parameter for parameter in group["params"] if parameter.grad is not None]
                 for parameter in used:
                     if parameter.dtype not in _DTYPES:
@@ -57,16 +61,16 @@ class NpuFusedSGD(Optimizer):
                             "Fused optimizer's parameters must be either float32 or float16, "
                             f"but received {parameter.dtype}"
                         )
-                members.append((group, [parameter for parameter in used if parameter.dtype == dtype]))
-            everyone = [parameter for _, parameters in members for parameter in parameters]
+                members.append([parameter for parameter in used if parameter.dtype == dtype])
+            everyone = [parameter for parameters in members for parameter in parameters]
             self.params_all_group_combined[number] = values = _combine(everyone)
             self.grads_all_group_combined[number] = gradients = _combine([p.grad for p in everyone])
             offset = 0
-            for group, parameters in members:
+            for group_number, parameters in enumerate(members):
                 size = sum(parameter.numel() for parameter in parameters)
                 if size:
                     part = slice(offset, offset + size)
-                    self._parts.append((group, parameters, values[part], gradients[part]))
+                    self._parts.append((group_number, parameters, values[part], gradients[part]))
                 offset += size
         self.is_params_grads_combined = bool(self._parts)
 
@@ -74,21 +78,33 @@ class NpuFusedSGD(Optimizer):
     def step(self, closure=None):
         loss = closure() if closure is not None else None
         self._maybe_init_combined_params_and_grads()
-        for group, parameters, values, gradients in self._parts:
+        for part, (group_number, parameters, values, gradients) in enumerate(self._parts):
+            group = self.param_groups[group_number]
             update = gradients.add(values, alpha=group["weight_decay"])
             if group["momentum"]:
-                momentum = self._momentum(parameters, update, group)
+                momentum = self._momentum(part, parameters, update, group)
                 update = update.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
             values.add_(update, alpha=-group["lr"])
         return loss
 
-    def _momentum(self, parameters, update, group):
-        state = self.state[parameters[0]]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = update.clone()
+    def _momentum(self, part, parameters, update, group):
+        if part in self._momentum_buffers:
+            return self._decayed(self._momentum_buffers[part], update, group)
+        states = [self.state[parameter] for parameter in parameters]
+        if all("momentum_buffer" in state for state in states):  # loaded
+            buffer = torch.cat([state["momentum_buffer"].reshape(-1) for state in states])
+            self._decayed(buffer, update, group)
         else:
-            state["momentum_buffer"].mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
-        return state["momentum_buffer"]
+            buffer = update.clone()
+        pieces = buffer.split([parameter.numel() for parameter in parameters])
+        for state, parameter, piece in zip(states, parameters, pieces, strict=True):
+            state["momentum_buffer"] = piece.view(parameter.shape)
+        self._momentum_buffers[part] = buffer
+        return buffer
+
+    @staticmethod
+    def _decayed(buffer, update, group):
+        return buffer.mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=False):
