@@ -75,7 +75,7 @@ def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     images = torch.randn(options.batch_size, 3, 32, 32)
     labels = torch.randint(10, (options.batch_size,))
-    level = "O1" if has_fast_half("cpu") else "O0"
+    level = "O1" if has_fast_half("cpu", torch.bfloat16) else "O0"
     print(machine_line())
     print(f"batch {options.batch_size} at 32x32, {options.pairs} pairs; defaults here: {level}, channels-last")
     claims = {

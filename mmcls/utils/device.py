@@ -238,10 +238,11 @@ def default_half_type(device_type: str) -> torch.dtype:
 
 def supports_bfloat16(device_type: str) -> bool:
     """Whether it computes in bfloat16 at all; first-generation NPUs and old CUDA cards do not."""
-    module = _module(device_type)
-    return module is None or module.is_bf16_supported()
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device_type == "cpu" or _module(device_type).is_bf16_supported()
 
 
-def has_fast_half(device_type: str) -> bool:
-    """Whether the usual short type is faster than float32; a CPU without bfloat16 instructions is far slower."""
-    return device_type != "cpu" or "avx512_bf16" in _processor_field("flags").split()
+def has_fast_half(device_type: str, half: torch.dtype) -> bool:
+    """Whether a short type is faster than float32: on the CPU only bfloat16, where there are instructions for it."""
+    return device_type != "cpu" or (half == torch.bfloat16 and "avx512_bf16" in _processor_field("flags").split())

@@ -12,6 +12,7 @@ from apex import amp
 from apex.optimizers import NpuFusedSGD
 from torch import nn
 
+F16, F32 = torch.float16, torch.float32
 SATURATES = not torch_npu.npu.utils.is_support_inf_nan()
 SIGNATURES = {
     amp.initialize: "(models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, "
@@ -19,6 +20,7 @@ SIGNATURES = {
     "cast_model_outputs=None, num_losses=1, verbosity=1, min_loss_scale=None, max_loss_scale=16777216.0, "
     "combine_grad=None, check_combined_tensors=None)",
     amp.scale_loss: "(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False)",
+    amp.disable_casts: "()",
     amp.state_dict: "(destination=None)",
     amp.load_state_dict: "(state_dict)",
     amp.master_params: "(optimizer)",
@@ -81,7 +83,7 @@ def test_signatures():
         ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 should be None"),
         ({"opt_level": "O1", "keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 should be None"),
         ({"opt_level": "O1", "master_weights": True}, "master_weights should be None"),
-        ({"opt_level": "O1", "cast_model_type": torch.float16}, "cast_model_type should remain float32"),
+        ({"opt_level": "O1", "cast_model_type": F16}, "cast_model_type should remain float32"),
         ({"opt_level": "O2", "patch_torch_functions": True}, "patch_torch_functions=True"),
         ({"opt_level": "O0", "combine_grad": True}, "combine_grad=True"),
         ({"opt_level": "O3", "combine_grad": True}, "combine_grad=True"),
@@ -136,19 +138,13 @@ def test_the_order_of_calls_that_is_refused():
 @pytest.mark.parametrize(
     "options,weights,norms,convolution,output",
     [
-        ({"opt_level": "O0"}, torch.float32, torch.float32, torch.float32, torch.float32),
-        ({"opt_level": "O1"}, torch.float32, torch.float32, torch.float16, torch.float16),
-        ({"cast_model_outputs": torch.float32}, torch.float32, torch.float32, torch.float16, torch.float32),
-        ({"opt_level": "O2"}, torch.float16, torch.float32, torch.float16, torch.float32),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, *[torch.float16] * 3, torch.float32),
-        ({"opt_level": "O3"}, torch.float16, torch.float16, torch.float16, torch.float32),
-        (
-            {"opt_level": "O3", "keep_batchnorm_fp32": "True"},
-            torch.float16,
-            torch.float32,
-            torch.float16,
-            torch.float32,
-        ),
+        ({"opt_level": "O0"}, F32, F32, F32, F32),
+        ({"opt_level": "O1"}, F32, F32, F16, F16),
+        ({"cast_model_outputs": F32}, F32, F32, F16, F32),
+        ({"opt_level": "O2"}, F16, F32, F16, F32),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, F16, F16, F16, F32),
+        ({"opt_level": "O3"}, F16, F16, F16, F32),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": "True"}, F16, F32, F16, F32),
     ],
     ids=str,
 )
@@ -159,7 +155,20 @@ def test_types(options, weights, norms, convolution, output):
     assert net(images()).dtype == output and seen == [convolution]
     assert (net[0].weight.dtype, net[1].weight.dtype, net[1].running_var.dtype) == (weights, norms, norms)
     assert {value.dtype for value in net.state_dict().values()} == {torch.float32, torch.int64}
-    assert not torch.is_autocast_enabled("npu")
+
+
+def test_o1_patches_the_functions_of_everyone_but_where_that_is_disabled():
+    prepared(opt_level="O1")
+    other = network().npu()
+    assert other(images()).dtype == torch.float16 and network()(images().cpu()).dtype == torch.float32
+    with amp.disable_casts():
+        assert other(images()).dtype == torch.float32
+    assert other(images()).dtype == torch.float16
+    amp.reset()
+    assert other(images()).dtype == torch.float32
+    prepared(opt_level="O2")
+    with pytest.raises(AttributeError, match="handle"), amp.disable_casts():
+        pass
 
 
 def reference_losses(net, steps, scale):
@@ -346,6 +355,24 @@ def test_combined_gradients_must_stay(level, options):
         parameter.grad = None
     with pytest.raises(RuntimeError, match="Combined grad has been destroyed"):
         train_step(net, optimizer)
+
+
+@pytest.mark.parametrize("options", [{"combine_grad": True}, {"kind": "fused"}], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_scales_the_unscaled_gradients(level, options):
+    net, optimizer = prepared(opt_level=level, loss_scale=64.0, **options)
+    with pytest.raises(RuntimeError, match="after backward"):
+        optimizer.clip_optimizer_grad_norm_fused(0.01)
+    backward(net, optimizer)
+    before = [parameter.grad.clone() for parameter in amp.master_params(optimizer)]
+    norm = torch.nn.utils.get_total_norm(before).item()
+    assert optimizer.clip_optimizer_grad_norm_fused(1e3).item() == pytest.approx(norm)
+    assert all(map(torch.equal, before, (parameter.grad for parameter in amp.master_params(optimizer))))
+    optimizer.clip_optimizer_grad_norm_fused(norm / 2)
+    for parameter, gradient in zip(amp.master_params(optimizer), before, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient / 2)
+    optimizer.step()
+    assert not hasattr(optimizer, "clip_grad_norm_fused_")
 
 
 def test_the_fused_optimizer_alone_is_refused():

@@ -13,7 +13,6 @@ from mmcv.device.npu import NPUDistributedDataParallel
 from torch import nn
 from torch_npu.simulator import Counters, read_counters
 
-from image_classification import precision
 from image_classification.config import (
     DataConfig,
     DistributedConfig,
@@ -27,7 +26,7 @@ from image_classification.config import (
 )
 from image_classification.data import EvalLoader, TrainLoader, detect_layout, open_datasets
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision
+from image_classification.precision import make_precision
 from image_classification.reporting import Reporter
 from image_classification.resnet import build_resnet
 from image_classification.training import TrainState, fit, fix_summation_order, train_step
@@ -51,15 +50,17 @@ CONFIG = TrainConfig(
 )
 
 
-def make_state(device: torch.device, opt_level: str, wrapped: bool = True) -> TrainState:
+O0, O1 = PrecisionConfig(), PrecisionConfig(opt_level="O1")
+
+
+def make_state(device: torch.device, config: PrecisionConfig, wrapped: bool = True) -> TrainState:
     torch.manual_seed(0)
     module = build_resnet("resnet18", 10, stem="cifar", width_multiplier=0.125).to(device)
-    optimizer = build_optimizer(module, OptimConfig(), 0.05)
+    precision = make_precision(config, module, build_optimizer(module, OptimConfig(), 0.05), device)
     return TrainState(
         module=module,
         model=wrap_distributed_model(module, device, gradient_as_bucket_view=True) if wrapped else module,
-        optimizer=optimizer,
-        precision=Precision(PrecisionConfig(opt_level=opt_level), optimizer, device),
+        precision=precision,
         schedule=lambda step: 0.05,
         label_smoothing=0.0,
         seed=0,
@@ -106,15 +107,15 @@ class Watch:
         if self._reporter:
             self._reporter.training_paused()
 
-    def epoch_done(self, state: TrainState, epoch: int, train, validation) -> None:
+    def epoch_done(self, state: TrainState, epoch: int, train, validation, ema) -> None:
         self.differences.append(difference_over_ranks(state.module.parameters()))
         if self._reporter:
-            self._reporter.epoch_done(state, epoch, train, validation)
+            self._reporter.epoch_done(state, epoch, train, validation, ema)
 
 
-def train_two_epochs(device: torch.device, opt_level: str, folder: Path) -> dict:
+def train_two_epochs(device: torch.device, config: PrecisionConfig, folder: Path) -> dict:
     """`fit` with everything that a run has; rank 0 reports."""
-    state = make_state(device, opt_level)
+    state = make_state(device, config)
     data = open_datasets(replace(detect_layout("synthetic"), num_classes=10), CONFIG.data, 8)
     plan = resolve(CONFIG, get_world_size(), len(data.train), len(data.val))
     common = {"rank": get_rank(), "world_size": get_world_size(), "device": device, "workers": 0,
@@ -122,19 +123,19 @@ def train_two_epochs(device: torch.device, opt_level: str, folder: Path) -> dict
     train = TrainLoader(data.train, micro_batch_size=8, micro_batches_per_epoch=plan.steps_per_epoch, seed=0, **common)
     reporter = Reporter(CONFIG, plan, 10, device, time.time()) if get_rank() == 0 else None
     if reporter:
-        reporter.open(folder / opt_level, [], [])
+        reporter.open(folder / f"{config.opt_level} {config.half_type}", [], [])
         reporter.training_started(state)
     watch, before = Watch(reporter), flat(state.module.parameters())
     zeros = torch.zeros(8, 3, 8, 8, device=device)
     fix_summation_order(state, zeros, torch.zeros(8, dtype=torch.int64, device=device))
-    fit(state, train, EvalLoader(data.val, batch_size=8, **common), plan, observer=watch)
+    fit(state, train, EvalLoader(data.val, batch_size=8, **common), plan, observer=watch, check_every=PRINT_FREQ)
     moved = (flat(state.module.parameters()) - before).abs().max().item()
     return {"steps": watch.steps, "differences": watch.differences, "moved": moved}
 
 
 def compare_with_one_rank(device: torch.device) -> float:
     """Largest difference of the parameters from those of one rank that has both batches, after three steps."""
-    both, alone = make_state(device, "O0"), make_state(device, "O0", wrapped=False)
+    both, alone = make_state(device, O0), make_state(device, O0, wrapped=False)
     for state in (both, alone):
         state.module.eval()  # norms keep their statistics, so that images do not see each other
     for step in range(3):
@@ -149,7 +150,7 @@ def compare_with_one_rank(device: torch.device) -> float:
 
 def overflow_on_one_rank(device: torch.device) -> list[dict]:
     """Three steps of O1; in the second, a gradient inside rank 1's backward pass is too large for float16."""
-    state, seen = make_state(device, "O1"), []
+    state, seen = make_state(device, O1), []
     state.precision.load_state_dict({"scale": 1024.0})  # torch's first scale is too large for so small a network
     factor = 1.0
     # Not in the forward pass: torch_npu's scaler clears the card's flag after it, so overflows there are never seen.
@@ -174,7 +175,7 @@ def overflow_on_one_rank(device: torch.device) -> list[dict]:
 def asked_by_a_bare_scaler(device: torch.device) -> Counters:
     """What the loss scaler asks of the device by itself, in one step of one parameter."""
     parameter = nn.Parameter(torch.ones(1, device=device))
-    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), make_grad_scaler(device, enabled=True)
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), make_grad_scaler(device, 2.0**16, enabled=True)
     for _ in range(2):  # the first makes the scale on the device
         before = read_counters()
         scaler.scale(parameter.sum()).backward()
@@ -193,7 +194,7 @@ def move_scaler_states(device: torch.device) -> dict[str, float]:
     seen = {}
     for kind, scaler in scalers.items():
         scaler.scale(torch.ones((), device=device))
-        state = make_state(device, "O1", wrapped=False)
+        state = make_state(device, O1, wrapped=False)
         state.precision.load_state_dict(scaler.state_dict())
         train_step(state, [(torch.randn(8, 3, 8, 8, device=device), torch.arange(8, device=device))])
         seen[kind] = state.precision.loss_scale
@@ -217,18 +218,18 @@ def main(folder: Path) -> None:
     use_full_float32(device)
     init_process_group(device, None, 60)
     forwards = count_forwards()
-    results = {"O0": train_two_epochs(device, "O0", folder), "forwards": len(forwards), "backend": dist.get_backend()}
+    results = {"O0": train_two_epochs(device, O0, folder), "forwards": len(forwards), "backend": dist.get_backend()}
     results |= {
-        "O1": train_two_epochs(device, "O1", folder),
+        "O1": train_two_epochs(device, O1, folder),
+        "O2": train_two_epochs(device, replace(O1, opt_level="O2"), folder),
         "difference from one rank": compare_with_one_rank(device),
         "overflow": overflow_on_one_rank(device),
-        "scaler": type(make_grad_scaler(device, enabled=True)).__module__,
+        "torch_npu's scaler": isinstance(make_grad_scaler(device, 2.0**16, enabled=True), torch.npu.amp.GradScaler),
         "scaler alone": asdict(asked_by_a_bare_scaler(device)),
         "loaded scales": move_scaler_states(device),
     }
     if torch.npu.is_bf16_supported():
-        precision.half_type = lambda device: torch.bfloat16  # O1 on a card takes float16 unless told otherwise
-        results["bfloat16"] = train_two_epochs(device, "O1", folder / "bfloat16")
+        results["bfloat16"] = train_two_epochs(device, replace(O1, half_type="bfloat16"), folder)
     (folder / f"rank{get_rank()}.json").write_text(json.dumps(results))
     destroy_process_group()
 

@@ -46,7 +46,7 @@ def test_hccl_and_the_wrapper_of_mmcv_are_used(ranks):
         assert seen["forwards"] == 2 * STEPS_PER_EPOCH + 1  # and the discarded one
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1"])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
 def test_parameters_are_equal_after_every_epoch(ranks, opt_level):
     for seen in ranks:
         assert seen[opt_level]["differences"] == [0, 0]
@@ -83,7 +83,7 @@ def test_with_a_scaler_only_its_own_decision_is_read(ranks, soc):
     for seen in ranks:
         alone = seen["scaler alone"]
         assert (alone["host_reads"], alone["synchronizations"]) == (3 if soc == "Ascend910A" else 1, 0)
-        for step in seen["O1"]["steps"]:
+        for step in [*seen["O1"]["steps"], *seen["O2"]["steps"]]:
             training = step["training"]
             assert training["synchronizations"] == 0
             assert training["host_reads"] == alone["host_reads"], step
@@ -92,8 +92,7 @@ def test_with_a_scaler_only_its_own_decision_is_read(ranks, soc):
 
 
 def test_the_scaler_fits_the_chip(ranks, soc):
-    expected = {"Ascend910A": "torch_npu.npu.amp.grad_scaler", "Ascend910B3": "torch.amp.grad_scaler"}
-    assert {seen["scaler"] for seen in ranks} == {expected[soc]}
+    assert all(seen["torch_npu's scaler"] == (soc == "Ascend910A") for seen in ranks)
 
 
 def test_an_overflow_on_one_rank_skips_one_step_on_all(ranks):

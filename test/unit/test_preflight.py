@@ -1,16 +1,15 @@
 """What is refused before any rank is started; cards are pretended."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from image_classification import preflight
+from image_classification import placement, precision, preflight
 from image_classification.checkpoint import KEYS
 from image_classification.config import DataConfig, TrainConfig, resolve, to_plain
 from image_classification.data import DataLayout
-from image_classification.preflight import prepare_job
+from image_classification.preflight import new_head, prepare_job
 from image_classification.resnet import build_resnet
 from mmcls.utils import device
 from mmcls.utils.errors import RequestError
@@ -44,6 +43,12 @@ def refused(layout=DIGITS, **options):
 
 
 @pytest.fixture(autouse=True)
+def no_apex(monkeypatch):
+    """test_preflight_precision.py is about Apex."""
+    monkeypatch.setattr(precision, "apex_problem", lambda: "apex is not installed")
+
+
+@pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """Pretends a machine with cards of a type; none unless called, whatever this machine has."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", device.CUDA_MASK, device.NPU_MASK):
@@ -53,16 +58,10 @@ def machine(monkeypatch):
         def count(asked):
             return cards if asked == device_type else 0
 
-        monkeypatch.setattr(preflight, "device_count", count)
+        monkeypatch.setattr(placement, "device_count", count)
         monkeypatch.setattr(device, "device_count", count)
-        monkeypatch.setattr(preflight, "auto_select_device", lambda: device_type)
-        monkeypatch.setattr(preflight, "npu_distributed_data_parallel", lambda: None)
-        if device_type == "npu":  # torch knows the name only where torch_npu has told it
-
-            def device_of(name):
-                return SimpleNamespace(type=name) if name == "npu" else torch.device(name)
-
-            monkeypatch.setattr(preflight, "torch", SimpleNamespace(device=device_of))
+        monkeypatch.setattr(placement, "auto_select_device", lambda: device_type)
+        monkeypatch.setattr(placement, "npu_distributed_data_parallel", lambda: None)
 
     pretend()
     return pretend
@@ -178,7 +177,7 @@ def test_several_npus_need_a_working_mmcv(machine, monkeypatch):
     def missing():
         raise RequestError("mmcv", "needs mmcv 1.x", "install it")
 
-    monkeypatch.setattr(preflight, "npu_distributed_data_parallel", missing)
+    monkeypatch.setattr(placement, "npu_distributed_data_parallel", missing)
     assert refused(nproc_per_node=2).subject == "mmcv"
     assert job_of().num_ranks == 1
 
@@ -186,15 +185,9 @@ def test_several_npus_need_a_working_mmcv(machine, monkeypatch):
 def test_every_default_is_filled_in():
     config = job_of().config
     assert (config.model.num_classes, config.model.stem, config.data.image_size) == (10, "cifar", 16)
-    assert config.precision.opt_level == "O0"
+    assert (config.precision.opt_level, config.precision.amp_engine) == ("O0", "torch")
     assert config.data.workers == 0, "an array needs no loader processes"
     assert prepare_job(config, DIGITS, 0.0).config == config
-
-
-def test_the_memory_format_of_npus_is_contiguous_unless_asked(machine):
-    machine("npu", 1)
-    assert "precision O0, memory format contiguous_format" in job_of().notes
-    assert "precision O0, memory format channels_last" in job_of(channels_last=True).notes
 
 
 @pytest.mark.parametrize(("size", "stem"), [(8, "cifar"), (64, "cifar"), (65, "imagenet"), (224, "imagenet")])
@@ -242,15 +235,6 @@ def test_more_ranks_than_images():
     assert "1600" in error.problem
 
 
-@pytest.mark.parametrize(("fast", "level"), [(True, "O1"), (False, "O0")])
-def test_the_automatic_level(monkeypatch, fast, level):
-    monkeypatch.setattr(preflight, "has_fast_half", lambda _: fast)
-    job = job_of(opt_level="auto")
-    assert job.config.precision.opt_level == level
-    assert any("no bfloat16" in note for note in job.notes) is not fast
-    assert job_of(opt_level="O1").config.precision.opt_level == "O1"
-
-
 @pytest.mark.parametrize(
     ("asked", "num_ranks", "used"), [(None, 1, 8), (None, 4, 3), (2, 4, 2), (128, 4, 3), (0, 1, 0), (None, 13, 0)]
 )
@@ -277,6 +261,44 @@ def test_the_learning_rate_and_its_source_are_printed():
 
 def test_a_file_of_weights_is_read_at_once(tmp_path):
     assert refused(pretrained=str(tmp_path / "none.pth")).problem == "no such file"
+
+
+def test_parts_to_freeze_are_checked_before_any_rank_is_started():
+    assert job_of(freeze=("conv1", "bn1", "layer1")).config.model.freeze == ("conv1", "bn1", "layer1")
+    error = refused(freeze=("conv1", "layer9"))
+    assert error.subject == "--freeze=layer9"
+    assert "layer4" in error.remedy
+    everything = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc")
+    assert "nothing to train" in refused(freeze=everything).problem
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({}, "if needed"),
+        ({"fine_tuning": True}, "always"),
+        ({"evaluate": True}, "never"),
+        ({"evaluate": True, "fine_tuning": True}, "never"),
+    ],
+)
+def test_when_the_last_layer_is_a_new_one(options, answer):
+    assert new_head(configured(**options)) == answer
+
+
+def test_fine_tuning_needs_weights_of_all_but_the_last_layer(tmp_path):
+    path = str(tmp_path / "weights.pth")
+    network = build_resnet("resnet18", 1000, stem="cifar", width_multiplier=0.125)
+    weights = {name: value for name, value in network.state_dict().items() if not name.startswith("fc.")}
+    options = {"arch": "resnet18", "width_multiplier": 0.125, "pretrained": path}
+    torch.save(weights, path)
+    assert job_of(fine_tuning=True, **options)
+    assert "missing fc.bias" in refused(**options).problem
+    torch.save(network.state_dict(), path)
+    assert job_of(fine_tuning=True, **options) and job_of(**options)
+    assert "fc." in refused(evaluate=True, **options).problem
+    del weights["conv1.weight"]
+    torch.save(weights, path)
+    assert "missing conv1.weight" in refused(fine_tuning=True, **options).problem
 
 
 def test_a_place_where_nothing_can_be_written_is_a_wrong_request(tmp_path):
@@ -327,6 +349,24 @@ def test_what_is_not_as_it_was_is_said_a_line_each(tmp_path):
         "global_batch_size was 16, is 32",
         "peak_lr was 0.00625, is 0.0125",
     }
+
+
+def test_techniques_that_are_not_as_they_were_are_said_too(tmp_path):
+    path = saved(tmp_path)
+    job = job_of(resume=path, mixup=0.2, ema_decay=0.9, opt_level="O1")
+    differences = {note.rpartition(": ")[2] for note in job.notes if note.startswith("not as in the run")}
+    assert differences == {
+        "mixup was 0.0, is 0.2",
+        "ema_decay was None, is 0.9",
+        "opt_level was O0, is O1",
+        "half_type was None, is bfloat16",
+    }
+
+
+@pytest.mark.parametrize("options", [{"freeze": ("conv1",)}, {"fine_tuning": True}, {"optimizer": "lars"}], ids=str)
+def test_what_an_optimizers_state_consists_of_must_stay(tmp_path, options):
+    with pytest.raises(RequestError, match=f"{next(iter(options))} was .* the optimizer's state does not fit"):
+        job_of(resume=saved(tmp_path), **options)
 
 
 def test_an_unchanged_run_is_resumed_without_remarks(tmp_path):

@@ -37,7 +37,7 @@ SYNONYMS = ("addr", "amp", "precision_mode", "static_loss_scale", "dynamic_loss_
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
-LARGEST, LARGEST_SEED = 10**9, 2**63
+LARGEST, LARGEST_OF = 10**9, {"seed": 2**63, "lr": 1e38}
 
 # Smallest allowed values; `>` where the value itself is not allowed.
 LIMITS = {
@@ -223,7 +223,7 @@ def _check(config: TrainConfig) -> None:
         value, bound = values[name], float(limit.lstrip(">="))
         if value is not None and not (value >= bound if ">=" in limit else value > bound):
             raise RequestError(f"--{name}={value}", f"must be {limit}", "change it")
-        if value is not None and value >= (LARGEST_SEED if name == "seed" else LARGEST):
+        if value is not None and value >= LARGEST_OF.get(name, LARGEST):
             raise RequestError(f"--{name}={value}", "is too large", "change it")
     if config.optim.label_smoothing >= 1:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")

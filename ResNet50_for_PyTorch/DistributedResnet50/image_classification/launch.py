@@ -33,6 +33,7 @@ from image_classification.outcome import (
     stopped,
 )
 from image_classification.preflight import Job, prepare_job
+from image_classification.training import StepFunction, train_step
 from image_classification.worker import BUSY_WAIT_SECONDS, RUN_FOLDER_FILE, run_rank
 from mmcls.utils.ascend_errors import is_busy
 from mmcls.utils.distribution import started_as_rank
@@ -44,11 +45,12 @@ CONSEQUENCE_WAIT_SECONDS = 10
 """How long a rank that lost its peers waits for the launcher to see which of them failed first."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, step_function: StepFunction = train_step) -> int:
     """Runs the program.
 
     Args:
         arguments: without the program's name; those of this process unless given.
+        step_function: the training step; of a module, so that ranks can import it (docs/clip_each_layer.py).
 
     Returns:
         The exit status.
@@ -63,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config, layout = parse(sys.argv[1:] if arguments is None else arguments)
             if config.distributed.simulate_npu:
                 _use_simulated_npu()
-            job = replace(prepare_job(config, layout, started_at), handover=handover)
+            job = prepare_job(config, layout, started_at)
+            job = replace(job, handover=handover, step_function=step_function)
             if config.run.print_config:
                 print(yaml.safe_dump(to_plain(job.config) | {"plan": to_plain(job.plan)}, sort_keys=False), end="")
                 return 0

@@ -100,8 +100,8 @@ def _loss_scale(config: PrecisionConfig, compute_type: torch.dtype, can_unscale:
     subject = f"--loss_scale={config.loss_scale}"
     scale = parse_loss_scale(config.loss_scale)
     if scale != 1.0 and not needed:
-        short = str(compute_type).removeprefix("torch.")
-        raise RequestError(subject, f"{short} has the range of float32 and needs no loss scale", "leave it out")
+        name = "O0 computes in float32" if compute_type == torch.float32 else "bfloat16 has the range of float32"
+        raise RequestError(subject, f"{name} and needs no loss scale", "leave it out")
     if scale != 1.0 and not can_unscale:
         raise RequestError(
             subject, "float16 gradients cannot be unscaled without float32 weights", "add --master_weights, or take 1"

@@ -7,7 +7,9 @@ same weights and loss scales, so a checkpoint moves between them. The levels the
 import copy
 import importlib.metadata
 import importlib.util
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -31,23 +33,23 @@ def memory_format(config: PrecisionConfig, device_type: str) -> torch.memory_for
 @cache
 def apex_problem() -> str | None:
     """Why Apex cannot do mixed precision here; None where it can."""
-    if importlib.util.find_spec("apex") is None:
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
         return "apex is not installed"
     try:
         version = importlib.metadata.version("apex")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown version"
-    try:
-        import apex
-    except Exception:  # noqa: BLE001 - the unrelated web package fails at import in any way
+    parts = {path.stem for folder in spec.submodule_search_locations or () for path in Path(folder).iterdir()}
+    if "amp" not in parts:
+        if "optimizers" in parts:
+            return f"apex {version} has no amp, which NVIDIA removed in May 2025; see README"
         return f"found a different package called apex ({version}); see README"
-    version = getattr(apex, "__version__", version)
     try:
         from apex.amp import initialize, load_state_dict, master_params, scale_loss, state_dict  # noqa: F401
-    except Exception:  # noqa: BLE001 - a build for another torch fails in any way
-        if not hasattr(apex, "__path__") or importlib.util.find_spec("apex.optimizers") is None:
-            return f"found a different package called apex ({version}); see README"
-        return f"apex {version} has no amp, which NVIDIA removed in May 2025; see README"
+    except Exception as error:  # noqa: BLE001 - one that was built for another torch fails in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"apex {version} cannot be imported here ({reason}); see README"
     return None
 
 
@@ -109,6 +111,8 @@ class Precision:
 
     combines_gradients = False
     """Whether the gradients lie in one buffer that must stay where it is."""
+    unscales_each_pass = False
+    """Whether every backward pass of a step ends with gradients of its own, which the ranks must average at once."""
 
     def __init__(self, level: Level, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
         self.level, self._module, self._device_type = level, module, device.type
@@ -259,7 +263,7 @@ class ApexPrecision(Precision):
 
         self._amp, level, options = amp, self.level, {}
         # An overflow of an earlier micro-batch would be forgotten: scale_loss clears the flag of such a chip.
-        self._may_delay = not saturates(device)
+        self.unscales_each_pass = level.loss_scale == "dynamic" and saturates(device)
         if level.name in ("O2", "O3"):
             options["keep_batchnorm_fp32"] = level.norm_type == torch.float32
             options["master_weights"] = level.master_weights
@@ -271,8 +275,8 @@ class ApexPrecision(Precision):
 
             optimizer = NpuFusedSGD(optimizer.param_groups, **_sgd_defaults(optimizer))
             options["combine_grad"] = True
-        amp.initialize(module, optimizer, opt_level=level.name, loss_scale=level.loss_scale, verbosity=0,
-                       min_loss_scale=SMALLEST_SCALE, **options)  # fmt: skip
+        amp.initialize(models=module, optimizers=optimizer, opt_level=level.name, loss_scale=level.loss_scale,
+                       min_loss_scale=SMALLEST_SCALE, verbosity=0, **options)  # fmt: skip
         return optimizer
 
     @property
@@ -283,11 +287,13 @@ class ApexPrecision(Precision):
         return model(images)
 
     def infer(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
-        with self._amp.disable_casts():
+        # O1 patches torch's functions for everyone; the other levels change the trained network alone.
+        with self._amp.disable_casts() if self.level.autocast else nullcontext():
             return super().infer(weights, images)
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        with self._amp.scale_loss(loss, self.optimizer, delay_unscale=self._may_delay and not last) as scaled:
+        delay = not last and not self.unscales_each_pass
+        with self._amp.scale_loss(loss=loss, optimizers=self.optimizer, delay_unscale=delay) as scaled:
             scaled.backward()
 
     @torch.no_grad()
@@ -305,7 +311,7 @@ class ApexPrecision(Precision):
 
     def clip_gradients(self, max_norm: float) -> None:
         if self.combines_gradients:
-            self.optimizer.clip_grad_norm_fused_(max_norm)
+            self.optimizer.clip_optimizer_grad_norm_fused(max_norm=max_norm)
         else:
             super().clip_gradients(max_norm)
 
@@ -313,8 +319,10 @@ class ApexPrecision(Precision):
         self.optimizer.step()
 
     def zero_gradients(self) -> None:
-        # Not to None: the fused optimizer refuses it, and Apex's own zero_grad takes no argument.
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # Apex's takes no argument
+        if not self.combines_gradients:
+            # Apex would put zeros aside and add them later, but DistributedDataParallel writes into that memory.
+            self._module.zero_grad(set_to_none=True)
 
     @property
     def loss_scale(self) -> float:
@@ -324,8 +332,10 @@ class ApexPrecision(Precision):
         if not self.scales_loss:
             return {}
         state = self._amp.state_dict()["loss_scaler0"]
+        # With a static scale Apex counts without end, and from a number above 2000 no scale would ever grow.
+        good_steps = int(state["unskipped"]) if self.level.loss_scale == "dynamic" else 0
         growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-        return {"scale": float(state["loss_scale"]), **growth, "_growth_tracker": int(state["unskipped"])}
+        return {"scale": float(state["loss_scale"]), **growth, "_growth_tracker": good_steps}
 
     def _load_scale(self, state: dict) -> None:
         scaler = {"loss_scale": state["scale"], "unskipped": state.get("_growth_tracker", 0)}

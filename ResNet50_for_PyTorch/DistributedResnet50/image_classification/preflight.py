@@ -13,24 +13,20 @@ from image_classification.data import DataLayout, absolute_path, open_datasets, 
 from image_classification.freezing import freeze
 from image_classification.levels import resolve_level
 from image_classification.optim import build_optimizer
+from image_classification.placement import check_backend, choose_devices
 from image_classification.precision import choose_engine, memory_format
 from image_classification.resnet import build_resnet
-from mmcls.utils.device import (
-    BACKENDS,
-    auto_select_device,
-    check_npu_mask,
-    device_count,
-    has_fast_half,
-    visible_cards_text,
-)
-from mmcls.utils.distribution import npu_distributed_data_parallel, started_as_rank
+from image_classification.training import StepFunction, train_step
+from mmcls.utils.device import default_half_type, has_fast_half
+from mmcls.utils.distribution import started_as_rank
 from mmcls.utils.errors import RequestError
-from mmcls.utils.hccl_environment import prepare_hccl_environment
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parents[3] / "test" / "output"
 CIFAR_STEM_UP_TO = 64
 SYNTHETIC_GLOBAL_BATCHES = 100
 MAX_WORKERS = 8
+KEPT = (("optim", "optimizer"), ("model", "freeze"), ("model", "fine_tuning"))
+"""Options that decide what the state of an optimizer consists of, by section."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,7 @@ class Job:
         plan: the numbers of the run.
         started_at: when the command was started, seconds since the epoch.
         handover: folder in which the ranks leave word for the launcher.
+        step_function: the training step.
     """
 
     config: TrainConfig
@@ -55,6 +52,7 @@ class Job:
     plan: RunPlan
     started_at: float
     handover: Path | None = None
+    step_function: StepFunction = train_step
 
 
 def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> Job:
@@ -63,8 +61,8 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     Raises:
         RequestError: it cannot be carried out.
     """
-    config, cards, num_ranks, notes = _choose_devices(config)
-    _check_backend(config)
+    config, cards, num_ranks, notes = choose_devices(config)
+    check_backend(config)
     config, precision_notes = _choose_precision(config)
     layout = prepare_data(layout)
     if layout.kind == "synthetic" and config.model.num_classes:
@@ -95,73 +93,6 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     return Job(config, layout, cards, num_ranks, tuple(notes), plan, started_at)
 
 
-def _choose_devices(config: TrainConfig) -> tuple[TrainConfig, tuple[int, ...], int, list[str]]:
-    distributed, notes = config.distributed, []
-    if started_as_rank():  # torchrun has decided how many there are
-        started = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if distributed.nproc_per_node not in (None, started) or distributed.world_size > 1:
-            raise RequestError(
-                "--nproc_per_node and --world_size", f"torchrun has started {started} ranks here", "leave them out"
-            )
-        distributed = replace(distributed, nproc_per_node=started)
-    if distributed.simulate_npu and distributed.device not in ("auto", "npu"):
-        raise RequestError("--simulate_npu", f"does not fit --device={distributed.device}", "leave --device out")
-    device_type = "npu" if distributed.simulate_npu else distributed.device
-    if device_type == "auto":
-        device_type = auto_select_device()
-    if device_type == "npu":
-        check_npu_mask()
-    visible = device_count(device_type)
-    if device_type == "cpu":
-        if distributed.gpu is not None:
-            raise RequestError(f"--gpu={distributed.gpu}", "there is no card here", "leave --gpu out to run on the CPU")
-        if distributed.multiprocessing_distributed:
-            raise RequestError(
-                "--multiprocessing_distributed", "there is no card here", "give the ranks by --nproc_per_node"
-            )
-        cards, num_ranks = (), distributed.nproc_per_node or 1
-        if distributed.device == "auto":
-            notes.append(f"no accelerator: {num_ranks} rank{'s' * (num_ranks > 1)} on the CPU")
-    elif visible == 0:
-        raise RequestError(
-            f"--device={device_type}", f"there are no cards: {visible_cards_text(device_type)}", "take --device=cpu"
-        )
-    else:
-        cards = _choose_cards(distributed.gpu, distributed.nproc_per_node,
-                              distributed.multiprocessing_distributed, device_type, visible)  # fmt: skip
-        num_ranks = len(cards)
-        if started_as_rank() and num_ranks != distributed.nproc_per_node:
-            raise RequestError(
-                f"--gpu={distributed.gpu}",
-                f"{num_ranks} cards for the {distributed.nproc_per_node} ranks that torchrun started",
-                "give as many",
-            )
-    if device_type == "npu" and num_ranks * distributed.world_size > 1:
-        npu_distributed_data_parallel()
-        notes += prepare_hccl_environment(choose_ports=not started_as_rank())
-    return replace(config, distributed=replace(distributed, device=device_type)), cards, num_ranks, notes
-
-
-def _choose_cards(
-    gpu: str | None, nproc: int | None, all_cards: bool, device_type: str, visible: int
-) -> tuple[int, ...]:
-    if gpu is not None:
-        ids = [part.strip() for part in gpu.split(",")]
-        cards = tuple(int(part) for part in ids if part.isascii() and part.isdecimal())
-        if len(set(cards)) < len(ids):
-            raise RequestError(f"--gpu={gpu}", "is not a list of card numbers", "write --gpu=0 or --gpu=0,1,2")
-        flag = f"--gpu={gpu}"
-    else:
-        cards = tuple(range(visible if all_cards else nproc or 1))
-        flag = f"--nproc_per_node={nproc}"
-    if len(cards) > visible or max(cards) >= visible:
-        asked = f"{len(cards)} devices asked" if len(cards) > visible else f"card {max(cards)} asked"
-        raise RequestError(
-            flag, f"{asked}, {visible_cards_text(device_type)}", f"take --gpu with ids below {visible}, or --device=cpu"
-        )
-    return cards
-
-
 def output_folder(config: RunConfig) -> Path:
     """The folder of all runs."""
     return Path(config.output_dir).expanduser() if config.output_dir else DEFAULT_OUTPUT
@@ -177,13 +108,6 @@ def _check_output(config: TrainConfig) -> None:
         raise RequestError(subject, f"is no path ({error})", "check it") from error
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RequestError(subject, f"nothing can be written in {existing}", "name another folder")
-
-
-def _check_backend(config: TrainConfig) -> None:
-    device, backend = config.distributed.device, config.distributed.dist_backend
-    fitting = BACKENDS[device]
-    if backend not in (None, fitting) and not (device == "cuda" and backend == "gloo"):
-        raise RequestError(f"--dist_backend={backend}", f"does not fit {device}", f"take {fitting} or leave it out")
 
 
 def _complete_model(config: TrainConfig, layout: DataLayout) -> tuple[TrainConfig, list[str]]:
@@ -207,16 +131,18 @@ def _complete_model(config: TrainConfig, layout: DataLayout) -> tuple[TrainConfi
 
 def _choose_precision(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     precision, device_type, notes = config.precision, config.distributed.device, []
-    fast = has_fast_half(device_type)
     if precision.opt_level == "auto":
+        fast = has_fast_half(device_type, default_half_type(device_type))
         precision = replace(precision, opt_level="O1" if fast or precision.half_type else "O0")
-        if precision.opt_level == "O0":
-            notes.append(
-                "this CPU has no bfloat16 instructions: O0 is used; --opt_level=O1 forces O1, which is slow here"
-            )
-    elif precision.opt_level != "O0" and not fast:
-        notes.append(f"warning: this CPU has no bfloat16 instructions: {precision.opt_level} is slower than O0 here")
+        if not fast:
+            notes.append("this CPU has no bfloat16 instructions, so auto is O0; --opt_level=O1 is slower here")
     level = resolve_level(precision, device_type)
+    if level.name != "O0":
+        # A run that is continued on another kind of device keeps its type.
+        half = str(level.compute_type).removeprefix("torch.")
+        precision = replace(precision, half_type=half)
+        if not has_fast_half(device_type, level.compute_type):
+            notes.append(f"warning: this CPU is slower in {half} than in float32, so {level.name} is slower than O0")
     engine, engine_note = choose_engine(precision, device_type)
     layout = str(memory_format(precision, device_type)).removeprefix("torch.")
     notes.append(f"precision {level}; by {engine}{f' ({engine_note})' if engine_note else ''}, memory format {layout}")
@@ -296,6 +222,14 @@ def _check_network(config: TrainConfig, plan: RunPlan) -> list[str]:
             "raise --epochs or --max_steps to train on",
         )
     saved, now = checkpoint["config"], to_plain(config)
+    for section, name in KEPT:
+        was, is_now = saved[section].get(name, now[section][name]), now[section][name]
+        if was != is_now and not config.run.evaluate:
+            raise RequestError(
+                f"--resume={config.run.resume}",
+                f"{name} was {was} in its run and is {is_now}: the optimizer's state does not fit",
+                f"keep --{name}, or take the weights by --pretrained",
+            )
     differences = [
         f"{name} was {saved[section][name]}, is {value}"
         for section in ("model", "data", "optim", "schedule", "precision")

@@ -94,7 +94,7 @@ def train_step(state: TrainState, group: list[Batch]) -> MetricSums:
         targets, last = labels, position == len(group) - 1
         if state.mixup:
             images, targets = state.mixup(images, labels, state.step, position)
-        with sync_gradients(state.model, last):
+        with sync_gradients(state.model, last or state.precision.unscales_each_pass):
             logits = state.precision.forward(state.model, images)
             loss = cross_entropy(logits, targets, state.label_smoothing)
             state.precision.backward(loss * (len(labels) / num_images), last)

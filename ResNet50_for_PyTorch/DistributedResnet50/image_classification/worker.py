@@ -105,7 +105,7 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
             if reporter:
                 reporter.evaluation_done(validation, ema)
         else:
-            _train(config, plan, state, datasets, val_loader, reporter)
+            _train(job, plan, state, datasets, val_loader, reporter)
     finally:
         val_loader.close()
         if reporter:
@@ -113,13 +113,14 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
 
 
 def _train(
-    config: TrainConfig,
+    job: Job,
     plan: RunPlan,
     state: TrainState,
     datasets: Datasets,
     val_loader: EvalLoader,
     reporter: Reporter | None,
 ) -> None:
+    config = job.config
     train_loader = TrainLoader(
         datasets.train,
         **_loader_options(config, state.device),
@@ -137,7 +138,7 @@ def _train(
     try:
         save = checkpoint_writer(config, plan, datasets.class_names, reporter.folder) if reporter else None
         fit(state, train_loader, val_loader, plan,
-            observer=reporter, save=save, check_every=config.run.print_freq)  # fmt: skip
+            observer=reporter, save=save, step_function=job.step_function, check_every=config.run.print_freq)  # fmt: skip
     finally:
         train_loader.close()
     if reporter:
@@ -184,6 +185,8 @@ def build_state(config: TrainConfig, plan: RunPlan, device: torch.device) -> tup
     precision = make_precision(config.precision, module, build_optimizer(module, config.optim, plan.peak_lr), device)
     steps_of_all_epochs = plan.steps_per_epoch * plan.epochs
     ema_decay = config.optim.ema_decay
+    if config.run.evaluate and (checkpoint is None or checkpoint["ema"] is None):
+        ema_decay = None
     state = TrainState(
         module=module,
         model=_wrap(module, device, precision),
@@ -235,7 +238,9 @@ def _wrap(module: torch.nn.Module, device: torch.device, precision: Precision) -
     """The distributed wrapper, where there are ranks to share the work with."""
     if get_world_size() == 1:
         return module
-    return wrap_distributed_model(module, device, gradient_as_bucket_view=not precision.combines_gradients)
+    # Views of the buckets would be overwritten by the next pass while Apex still holds them.
+    shares_memory = not (precision.combines_gradients or precision.unscales_each_pass)
+    return wrap_distributed_model(module, device, gradient_as_bucket_view=shares_memory)
 
 
 def _restore_average(state: TrainState, checkpoint: dict) -> list[str]:

@@ -5,7 +5,7 @@ from types import MethodType
 import torch
 
 calls: list[tuple[str, dict]] = []
-"""Each call with its details, oldest first: initialize, scale_loss, step, skipped, state_dict, load_state_dict."""
+"""Each call with its details, oldest first: initialize, scale_loss, clip, step, skipped, (load_)state_dict."""
 
 
 class Stash:
@@ -31,6 +31,7 @@ class Stash:
         if master_weights or self.combined:
             optimizer.zero_grad = MethodType(lambda _: self._zero_grad(), optimizer)
         optimizer._amp_lazy_init = MethodType(lambda _: self._lazy_init(), optimizer)
+        optimizer.clip_optimizer_grad_norm_fused = MethodType(self._clip, optimizer)
 
     def _lazy_init(self):
         """Makes the masters out of the half parameters; takes their place in the optimizer and its state."""
@@ -108,6 +109,18 @@ class Stash:
         if self._buffers is not None and buffers != self._buffers:
             raise RuntimeError("Combined grad has been destroyed: gradients must be zeroed in place, not set to None")
         self._buffers = buffers
+
+    @torch.no_grad()
+    def _clip(self, optimizer, max_norm, norm_type=2):
+        """Scales the gradients that the optimizer steps so that their norm is at most `max_norm`; gives it before."""
+        if not self.combined or self._buffers is None:
+            raise RuntimeError("there are no combined gradients: set combine_grad=True, and call it after backward")
+        calls.append(("clip", {"max_norm": max_norm}))
+        gradients = [master.grad for _, master in self.pairs if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        for gradient in gradients:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def _stepped(self, closure):
         if closure is not None:

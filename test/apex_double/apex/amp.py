@@ -1,8 +1,8 @@
-"""`apex.amp`: `initialize`, `scale_loss`, `state_dict`, `load_state_dict` and `master_params`.
+"""`apex.amp`: `initialize`, `scale_loss`, `disable_casts`, `state_dict`, `load_state_dict` and `master_params`.
 
-Like the real one it patches the objects it is given and keeps one state for the process. Unlike it, O1 is an autocast
-of the model's forward pass instead of patched functions, and a second `initialize`, a step on gradients that are
-still scaled and gradients that have left their combined buffer are errors instead of wrong numbers.
+Like the real one it patches the objects it is given and keeps one state for the process. Unlike it, a second
+`initialize`, a step on gradients that are still scaled and gradients that have left their combined buffer are errors
+instead of wrong numbers.
 """
 
 import contextlib
@@ -11,13 +11,24 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from apex._optimizer import Stash, calls
 from apex._scaler import LossScaler
 
-__all__ = ["calls", "initialize", "load_state_dict", "master_params", "reset", "scale_loss", "state_dict"]
+__all__ = [
+    "calls",
+    "disable_casts",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "reset",
+    "scale_loss",
+    "state_dict",
+]
 
 _OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 _LEVELS = {
@@ -26,14 +37,37 @@ _LEVELS = {
     "O2": (torch.float16, False, True, True, "dynamic"),
     "O3": (torch.float16, False, False, False, 1.0),
 }
+# Of the real one's lists, what image classifiers call.
+_PATCHED = {
+    torch.conv2d: torch.float16,
+    F.linear: torch.float16,
+    torch.matmul: torch.float16,
+    F.softmax: torch.float32,
+    F.log_softmax: torch.float32,
+    F.cross_entropy: torch.float32,
+}
 _state = None  # of the process, from `initialize` on
 
 
 def reset():
     """Forgets the state and the calls, so that a test may initialize again; the real one has no such function."""
     global _state
+    if _state is not None and _state.patches is not None:
+        _state.patches.__exit__(None, None, None)
     _state = None
     calls.clear()
+
+
+class _Patches(TorchFunctionMode):
+    """O1: torch's functions cast what they are given, for every caller."""
+
+    casts = True
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.casts and function in _PATCHED:
+            args, kwargs = _cast((args, kwargs), _PATCHED[function])
+        return function(*args, **kwargs)
 
 
 @dataclass
@@ -42,6 +76,7 @@ class _State:
     verbosity: int = 1
     master_weights: bool = False
     scalers: tuple[LossScaler, ...] = ()
+    patches: _Patches | None = None
 
 
 def _options(opt_level, **overrides):
@@ -95,7 +130,7 @@ def _cast(value, dtype):
     """`value` with every floating-point tensor in it of type `dtype`; unchanged where that is None."""
 
     def cast(leaf):
-        is_number = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        is_number = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.device.type != "cpu"
         return leaf.to(dtype) if is_number else leaf
 
     return value if dtype is None else tree_map(cast, value)
@@ -124,20 +159,6 @@ def _half_to_float(module, state_dict, prefix, local_metadata):
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
             state_dict[name] = value.float()
-
-
-def _autocast_forward(model, device_type):
-    """By hooks, which a deep copy has, too: the functions that the real one patches are everyone's."""
-    contexts = contextlib.ExitStack()
-
-    def enter(module, args):
-        contexts.enter_context(torch.autocast(device_type, torch.float16))
-
-    def leave(module, args, output):
-        contexts.close()
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
 
 
 def initialize(
@@ -169,7 +190,8 @@ def initialize(
         "combine_grad": combine_grad,
         "check_combined_tensors": check_combined_tensors,
     }
-    calls.append(("initialize", {"opt_level": opt_level, "enabled": enabled} | overrides))
+    others = {"opt_level": opt_level, "enabled": enabled, "min_loss_scale": min_loss_scale}
+    calls.append(("initialize", others | overrides))
     if _state is not None:
         raise RuntimeError("amp.initialize should only be called once.")
     if not enabled:
@@ -192,8 +214,6 @@ def initialize(
             _patch_forward(model, options["cast_model_type"], cast_model_outputs or torch.float32)
         elif cast_model_outputs is not None:
             _patch_forward(model, None, cast_model_outputs)
-        if options["patch_torch_functions"]:
-            _autocast_forward(model, device.type)
     for optimizer in every_optimizer:
         if options["cast_model_type"]:
             optimizer.load_state_dict(optimizer.state_dict())  # casts it to the parameters' type
@@ -201,7 +221,10 @@ def initialize(
 
     limits = (min_loss_scale, max_loss_scale)
     scalers = tuple(LossScaler(options["loss_scale"], *limits, device.type) for _ in range(num_losses))
-    _state = _State(True, verbosity, bool(options["master_weights"]), scalers)
+    patches = _Patches() if options["patch_torch_functions"] else None
+    _state = _State(True, verbosity, bool(options["master_weights"]), scalers, patches)
+    if patches is not None:
+        patches.__enter__()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -238,6 +261,16 @@ def scale_loss(loss, optimizers, loss_id=0, model=None, delay_unscale=False, del
     if overflow:
         for stash in stashes:
             stash.skip_next_step(scaler.loss_scale, _state.verbosity)
+
+
+@contextlib.contextmanager
+def disable_casts():
+    """Functions as they were before O1 patched them; fails at the other levels, as the real one does."""
+    if _state is None or _state.patches is None:
+        raise AttributeError("'AmpState' object has no attribute 'handle'")
+    _state.patches.casts = False
+    yield
+    _state.patches.casts = True
 
 
 def state_dict(destination=None):

@@ -12,9 +12,16 @@ def _refuse_without_amp(optimizer, args, kwargs):
 
 
 class NpuFusedSGD(optim.NpuFusedSGD):
-    """That of torch_npu, but a state may be loaded at any time, and a step before `amp.initialize` is refused."""
+    """That of torch_npu, but a state may be loaded at any time, and a step before `amp.initialize` is refused.
+
+    It does not clip: `amp.initialize` gives it `clip_optimizer_grad_norm_fused`.
+    """
 
     is_npu_fused_optimizer = True
+
+    @property
+    def clip_grad_norm_fused_(self):
+        raise AttributeError("'NpuFusedSGD' object has no attribute 'clip_grad_norm_fused_'")
 
     def __init__(self, params, lr=required, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
