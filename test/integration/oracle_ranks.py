@@ -9,7 +9,7 @@ import torch.distributed as dist
 from image_classification.config import DataConfig, OptimConfig, PrecisionConfig
 from image_classification.data import EvalLoader, TrainLoader, detect_layout, open_datasets
 from image_classification.optim import build_optimizer
-from image_classification.precision import Precision
+from image_classification.precision import make_precision
 from image_classification.resnet import build_resnet
 from image_classification.training import TrainState, train_step, validate
 from mmcls.utils.distribution import average_norm_statistics, wrap_distributed_model
@@ -21,12 +21,11 @@ common = {"rank": rank, "world_size": world_size, "device": cpu, "workers": 0, "
 data = open_datasets(detect_layout(pictures), DataConfig(data_path=pictures), 40)
 module = build_resnet("resnet18", 3, stem="cifar", width_multiplier=0.125)
 module.load_state_dict(torch.load(weights))
-optimizer = build_optimizer(module, OptimConfig(), 0.1)
+precision = make_precision(PrecisionConfig(), module, build_optimizer(module, OptimConfig(), 0.1), cpu)
 state = TrainState(
     module=module,
     model=wrap_distributed_model(module, cpu),
-    optimizer=optimizer,
-    precision=Precision(PrecisionConfig(), optimizer, cpu),
+    precision=precision,
     schedule=lambda step: 0.1,
     label_smoothing=0.0,
     seed=0,
@@ -34,7 +33,8 @@ state = TrainState(
 )
 results = {}
 for batch_size in (1, 4, 7, 16):
-    metrics = validate(state, EvalLoader(data.val, batch_size=batch_size, **common), len(data.val))
+    loader = EvalLoader(data.val, batch_size=batch_size, **common)
+    metrics = validate(state, precision.weights(), loader, len(data.val))
     results[f"top1 at batch {batch_size}"] = metrics.top1_percent
     results[f"count at batch {batch_size}"] = metrics.count
 
@@ -55,7 +55,7 @@ def largest_difference(tensors) -> float:
 buffers = [buffer for name, buffer in module.named_buffers() if "running" in name]
 results["parameter difference"] = largest_difference(module.parameters())
 results["norm difference before"] = largest_difference(buffers)
-average_norm_statistics(module)
+average_norm_statistics(module.state_dict())
 results["norm difference"] = largest_difference(buffers)
 if rank == 0:
     with open(output, "w") as file:
