@@ -151,14 +151,14 @@ def saturates(device: torch.device) -> bool:
     return device.type == "npu" and not torch.npu.utils.is_support_inf_nan()
 
 
-def make_grad_scaler(device: torch.device, init_scale: float, enabled: bool) -> torch.amp.GradScaler:
-    """The loss scaler that fits the chip.
+def make_grad_scaler(device: torch.device, init_scale: float, enabled: bool, **options: float) -> torch.amp.GradScaler:
+    """The loss scaler that fits the chip; the options are those of torch's GradScaler.
 
     First-generation NPUs have no inf in float16: they saturate and set a flag, which only torch_npu's scaler reads.
     """
     if enabled and saturates(device):
-        return _quiet(torch.npu.amp.GradScaler)(init_scale)
-    return torch.amp.GradScaler(device.type, init_scale, enabled=enabled)
+        return _quiet(torch.npu.amp.GradScaler)(init_scale, **options)
+    return torch.amp.GradScaler(device.type, init_scale, enabled=enabled, **options)
 
 
 def _quiet(scaler: type[torch.amp.GradScaler]) -> type[torch.amp.GradScaler]:

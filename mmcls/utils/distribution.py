@@ -89,7 +89,7 @@ def average_norm_statistics(tensors: dict[str, torch.Tensor]) -> None:
         return
     buffers = [buffer for name, buffer in tensors.items() if name.rpartition(".")[2] in NORM_BUFFERS]
     if buffers:
-        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        flat = torch.cat([buffer.flatten().float() for buffer in buffers])
         mean = sum_over_ranks(flat) / get_world_size()
         for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))

@@ -10,7 +10,6 @@ from torch import nn
 
 from image_classification.config import DataConfig, OptimConfig, PrecisionConfig
 from image_classification.data import TrainLoader, detect_layout, open_datasets
-from image_classification.losses import cross_entropy
 from image_classification.optim import build_optimizer
 from image_classification.precision import make_precision
 from image_classification.resnet import build_resnet
@@ -46,11 +45,16 @@ def train(config: PrecisionConfig, device: torch.device, loader: TrainLoader) ->
     watched = {"convolution": state.module.layer1[0].conv1, "norm": state.module.layer1[0].bn1, "head": state.module.fc}
     for name, layer in watched.items():
         layer.register_forward_hook(lambda _layer, _inputs, output, name=name: outputs.update({name: output}))
-    losses, loss_types = [], set()
+    losses, loss_types, backward = [], set(), state.precision.backward
+
+    def watched_backward(loss: torch.Tensor, last: bool) -> None:
+        loss_types.add(loss.dtype)
+        backward(loss, last)
+
+    state.precision.backward = watched_backward
     for batch in loader.epoch(0):
         sums = train_step(state, [batch])
         losses.append(sums.averages().loss)
-        loss_types.add(cross_entropy(outputs["head"], batch[1]).dtype)
     norms = [layer for layer in state.module.modules() if isinstance(layer, nn.BatchNorm2d)]
     norm_parameters = {id(parameter) for layer in norms for parameter in layer.parameters()}
     own = list(state.module.parameters())

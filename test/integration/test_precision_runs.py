@@ -163,6 +163,44 @@ def test_twenty_skips_in_a_row_end_the_run(train, capsys, monkeypatch):
     assert all(value.isfinite().all() for value in checkpoint_of(folder)["model"].values())
 
 
+def test_an_overflow_in_the_last_epoch_costs_one_update(train, monkeypatch):
+    """The loss of one step is inf: the run ends well, and says what it cannot average."""
+    steps, cross_entropy = [], training.cross_entropy
+
+    def poisoned(logits, targets, *options):
+        steps.append(logits.requires_grad)
+        bad = logits.requires_grad and sum(steps) == 5
+        return cross_entropy(logits, targets, *options) * (float("inf") if bad else 1.0)
+
+    monkeypatch.setattr(training, "cross_entropy", poisoned)
+    status, folder = train("run", "--opt_level=O1", "--half_type=float16", "--init_loss_scale=64")
+    assert status == 0
+    assert json.loads((folder / "summary.json").read_text())["skipped_updates"] == 1
+    assert "ActualLoss = n/a" in (folder / f"{folder.parent.name}.log").read_text()
+    assert checkpoint_of(folder)["precision"]["scale"] == 32.0
+
+
+def test_options_of_the_optimizer_are_those_of_the_command(train):
+    _, first = train("first", "--max_steps=3")
+    resume = f"--resume={first / 'checkpoint_last.pth.tar'}"
+    _, second = train("second", resume, "--max_steps=6", "--weight_decay=0.01", "--momentum=0.5")
+    decay, no_decay = checkpoint_of(second)["optimizer"]["param_groups"]
+    assert (decay["weight_decay"], no_decay["weight_decay"], decay["momentum"]) == (0.01, 0.0, 0.5)
+
+
+def test_a_statistic_that_is_not_finite_is_not_saved(train, capsys, monkeypatch):
+    """A running variance of inf shows in no loss."""
+
+    def spoil(tensors):
+        tensors["bn1.running_var"].fill_(float("inf"))
+
+    monkeypatch.setattr(training, "average_norm_statistics", spoil)
+    status, folder = train("run", "--max_steps=3")
+    assert status == 3
+    assert "first tensor that is not finite: bn1.running_var" in capsys.readouterr().err
+    assert not list(folder.glob("*.pth.tar"))
+
+
 def test_averaged_weights_are_validated_and_saved(train, capsys):
     _, folder = train("run", "--ema_decay=0.9", "--opt_level=O2")
     checkpoint, summary = checkpoint_of(folder), json.loads((folder / "summary.json").read_text())

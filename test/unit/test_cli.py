@@ -86,8 +86,24 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("names", [LONG_NAMES, OTHER_NAMES], ids=["long", "other"])
 def test_names_that_users_know(names):
-    parsed = values(*(word for option in names for word in option.split()))
+    parsed = values(*(word for option in names for word in option.split()), "--schedule=step")
     assert {name: parsed[name] for name, _ in names.values()} == dict(names.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "subject"),
+    [
+        (["--milestones=3"], "--milestones"),
+        (["--gamma=0.5", "--schedule=linear"], "--gamma"),
+        (["--power=3", "--schedule=linear"], "--power"),
+        (["--dynamic_loss_scale=False"], "--dynamic_loss_scale=False"),
+        (["--mixup=0.2", "--batch_size=1"], "--batch_size=1"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(argv, subject):
+    with pytest.raises(RequestError) as caught:
+        values(*argv)
+    assert caught.value.subject == subject
 
 
 def test_addr_takes_the_port_of_the_environment(monkeypatch):
@@ -289,7 +305,7 @@ def test_nesterov_needs_momentum():
         (["--precision_mode=allow_mix_precision"], "O2"),
         (["--precision_mode", "must_keep_origin_dtype"], "O0"),
         (["--recipe=performance"], "auto"),
-        (["--recipe=performance", "--amp=False"], "auto"),
+        (["--recipe=performance", "--amp=False"], "O0"),
         (["--recipe=performance", "--precision_mode=must_keep_origin_dtype"], "O0"),
         (["--opt-level=O3"], "O3"),
         (["--opt_level=O1", "--amp"], "O2"),
@@ -310,7 +326,6 @@ def test_the_names_of_the_level(argv, level):
         (["--static-loss-scale", "1024"], "1024"),
         (["--dynamic_loss_scale"], "dynamic"),
         (["--dynamic-loss-scale=True"], "dynamic"),
-        (["--dynamic_loss_scale=False"], None),
         (["--static_loss_scale=128", "--dynamic_loss_scale"], "dynamic"),
         (["--dynamic_loss_scale", "--loss_scale=2"], "2"),
     ],

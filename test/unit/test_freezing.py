@@ -22,14 +22,13 @@ def frozen_names(module):
 
 @pytest.mark.parametrize("names", [("conv1",), ("conv1", "bn1", "layer1"), ("layer2.0",), ("fc", "layer4.1.bn2")])
 def test_the_named_parts_are_frozen_and_nothing_else(module, names):
-    count = freeze(module, names)
+    freeze(module, names)
     expected = {name for name, _ in module.named_parameters() if any(name.startswith(f"{prefix}.") for prefix in names)}
     assert frozen_names(module) == expected
-    assert count == sum(parameter.numel() for name, parameter in module.named_parameters() if name in expected)
 
 
 def test_no_names_freeze_nothing(module):
-    assert freeze(module, ()) == 0
+    freeze(module, ())
     assert not frozen_names(module)
 
 
@@ -42,8 +41,8 @@ def test_layer1_is_not_layer10():
 @pytest.mark.parametrize("name", ["layer9", "layer1.7", "conv", "", "fc.weight", "relu", "bn1.running_mean"])
 def test_an_unknown_part_is_refused(module, name):
     with pytest.raises(RequestError) as caught:
-        freeze(module, ["conv1", name], flag="--frozen")
-    assert caught.value.subject == f"--frozen={name}"
+        freeze(module, ["conv1", name])
+    assert caught.value.subject == f"--freeze={name}"
     assert "conv1, bn1, layer1, layer2, layer3, layer4, fc" in caught.value.remedy
 
 
@@ -56,9 +55,8 @@ def test_freezing_everything_is_refused(module):
 
 
 def test_all_but_the_head(module):
-    count = freeze_all_but_head(module)
+    freeze_all_but_head(module)
     assert frozen_names(module) == {name for name, _ in module.named_parameters()} - {"fc.weight", "fc.bias"}
-    assert count == sum(p.numel() for p in module.parameters()) - sum(p.numel() for p in module.fc.parameters())
     with pytest.raises(RequestError, match="nothing to train"):
         freeze(module, ["fc"])
 

@@ -81,9 +81,10 @@ def test_the_short_type_that_was_asked_for(name, half, device_type):
         ("O2", {"keep_batchnorm_fp32": False}, {"norm_type": F16}),
         ("O2", {"keep_batchnorm_fp32": True}, {}),
         ("O2", {"master_weights": True}, {}),
-        ("O2", {"master_weights": False}, {"master_weights": False, "loss_scale": 1.0}),
+        ("O2", {"master_weights": False, "loss_scale": "1"}, {"master_weights": False, "loss_scale": 1.0}),
         ("O3", {"keep_batchnorm_fp32": True}, {"norm_type": F32}),
-        ("O3", {"master_weights": True}, {"master_weights": True, "loss_scale": "dynamic"}),
+        ("O3", {"master_weights": True}, {"master_weights": True}),
+        ("O3", {"master_weights": True, "loss_scale": "dynamic"}, {"master_weights": True, "loss_scale": "dynamic"}),
         ("O3", {"master_weights": False}, {}),
         ("O2", {"loss_scale": "128"}, {"loss_scale": 128.0}),
         ("O2", {"loss_scale": "1"}, {"loss_scale": 1.0}),
@@ -97,6 +98,11 @@ def test_the_short_type_that_was_asked_for(name, half, device_type):
 def test_options_change_their_own_column_of_the_row(name, options, changed):
     plain, level = level_of(name), level_of(name, **options)
     assert row(level) == row(type(plain)(**vars(plain) | changed))
+
+
+def test_float16_without_masters_at_o2_needs_a_scale_of_one():
+    with pytest.raises(RequestError, match="--master_weights=False: .*; add --loss_scale=1"):
+        level_of("O2", master_weights=False)
 
 
 def test_bfloat16_takes_a_loss_scale_of_one():

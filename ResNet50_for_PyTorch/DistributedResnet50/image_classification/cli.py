@@ -37,6 +37,7 @@ SYNONYMS = ("addr", "amp", "precision_mode", "static_loss_scale", "dynamic_loss_
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
+SCHEDULE_OF = {"milestones": "step", "gamma": "step", "power": "polynomial"}
 LARGEST, LARGEST_OF = 10**9, {"seed": 2**63, "lr": 1e38}
 
 # Smallest allowed values; `>` where the value itself is not allowed.
@@ -46,6 +47,7 @@ LIMITS = {
     "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "recipe_warmup": ">=0", "gamma": ">0",
     "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
     "no_augment_epochs": ">=0", "mixup": ">=0", "cutmix": ">=0", "clip_grad_norm": ">0", "ema_decay": ">=0", "power": ">0",
+    "init_loss_scale": ">=1", "loss_scale_factor": ">1", "loss_scale_growth_interval": ">=1", "min_loss_scale": ">=1",
     "seed": ">=0", "print_freq": ">=1", "throughput_warmup_steps": ">=0",
 }  # fmt: skip
 
@@ -63,23 +65,28 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
     options = list(_options(argv))
     given = _parse_values(options, TrainConfig())
     if given.run.resume:
-        level = dict(options).get("opt_level")
-        config = _parse_values(options, _continued(given.run.resume, level))
+        config = _parse_values(options, _continued(given.run.resume, dict(options)))
         layout = detect_layout(config.data.data_path, config.data.allow_empty_classes)
     else:
         layout = detect_layout(given.data.data_path, given.data.allow_empty_classes)
         config = _parse_values(options, recipe(given.run.recipe, layout.kind, layout.small_images))
     _check(config)
+    for name, schedule in SCHEDULE_OF.items():
+        if name in dict(options) and config.schedule.schedule != schedule:
+            raise RequestError(f"--{name}", f"belongs to --schedule={schedule}", "leave it out")
     return config, layout
 
 
-def _continued(path: str, level: str | None) -> TrainConfig:
+def _continued(path: str, options: dict[str, str]) -> TrainConfig:
     """The configuration of the run that a checkpoint is from, less what belongs to that machine and command.
 
-    On another level than the saved one its options mean nothing.
+    On another level than the saved one its options mean nothing, with another short type its loss scale.
     """
     saved = saved_config(read_checkpoint(path), path)
-    precision = saved.precision if level in (None, saved.precision.opt_level) else PrecisionConfig()
+    same = options.get("opt_level") in (None, saved.precision.opt_level)
+    precision = saved.precision if same else PrecisionConfig()
+    if options.get("half_type") not in (None, precision.half_type):
+        precision = dataclasses.replace(precision, loss_scale=None)
     precision = dataclasses.replace(precision, channels_last=saved.precision.channels_last, amp_engine="auto")
     run = RunConfig(recipe=saved.run.recipe, seed=saved.run.seed, print_freq=saved.run.print_freq)
     return dataclasses.replace(
@@ -136,8 +143,12 @@ def _canonical(written: str, name: str, value: str, fields: dict[str, type]) -> 
     elif name in ("amp", "dynamic_loss_scale"):
         if value.lower() not in BOOLEANS:
             raise RequestError(f"{written}={value}", "not a valid value", "take True or False")
-        if value.lower() == "true":
-            yield ("opt_level", "O2") if name == "amp" else ("loss_scale", "dynamic")
+        if name == "amp":
+            yield "opt_level", "O2" if value.lower() == "true" else "O0"
+        elif value.lower() == "true":
+            yield "loss_scale", "dynamic"
+        else:
+            raise RequestError(f"{written}={value}", "leaves the scale open", "give it by --static_loss_scale=N")
     elif name == "static_loss_scale":
         yield "loss_scale", value
     elif name == "precision_mode":
@@ -229,6 +240,8 @@ def _check(config: TrainConfig) -> None:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")
     if config.optim.ema_decay is not None and config.optim.ema_decay >= 1:
         raise RequestError(f"--ema_decay={config.optim.ema_decay}", "must be below 1", "change it")
+    if config.data.batch_size == 1 and (config.data.mixup or config.data.cutmix):
+        raise RequestError("--batch_size=1", "leaves --mixup and --cutmix nothing to mix with", "take at least 2")
     if config.data.no_augment_epochs > config.schedule.epochs:
         raise RequestError(
             f"--no_augment_epochs={config.data.no_augment_epochs}",

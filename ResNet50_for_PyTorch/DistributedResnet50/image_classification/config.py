@@ -123,6 +123,15 @@ class PrecisionConfig:
     loss_scale: str | None = None
     """`dynamic`, or a number of at least 1; default: dynamic where float16 is used, but 1 at O3. Also
     --static_loss_scale=N and --dynamic_loss_scale."""
+    init_loss_scale: float = 2.0**16
+    """First dynamic loss scale."""
+    loss_scale_factor: float = 2.0
+    """The dynamic loss scale is multiplied by it after --loss_scale_growth_interval good updates, divided by it after
+    an overflow."""
+    loss_scale_growth_interval: int = 2000
+    """Updates without overflow before the dynamic loss scale grows."""
+    min_loss_scale: float = 1.0
+    """The dynamic loss scale never falls below it."""
     keep_batchnorm_fp32: bool | None = None
     """Norms in float32; default: yes at O2, no at O3."""
     master_weights: bool | None = None

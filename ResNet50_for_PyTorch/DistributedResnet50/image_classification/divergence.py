@@ -57,15 +57,20 @@ def first_non_finite(module: nn.Module, loss_function: Callable[[], Tensor]) -> 
         are finite.
     """
     for kind, tensors in (("weight", module.named_parameters()), ("statistic", module.named_buffers())):
-        for name, tensor in tensors:
-            if not _is_finite(tensor):
-                return f"{kind} {name}"
+        if name := non_finite_of(dict(tensors)):
+            return f"{kind} {name}"
     bad_output, loss = _run_watched(module, loss_function)
     if bad_output:
         return bad_output
     if not _is_finite(loss):
         return "loss"
     return _first_bad_gradient(module, loss)
+
+
+def non_finite_of(tensors: dict[str, Tensor]) -> str | None:
+    """The name of the first tensor that is not finite, by one read of the device; None where all are."""
+    finite = torch.stack([tensor.detach().isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
+    return next((name for name, good in zip(tensors, finite, strict=True) if not good), None)
 
 
 def _run_watched(module: nn.Module, loss_function: Callable[[], Tensor]) -> tuple[str | None, Tensor]:

@@ -10,16 +10,12 @@ from mmcls.utils.norms import NORM_TYPES
 HEAD = "fc"
 
 
-def freeze(module: nn.Module, names: Sequence[str], flag: str = "--freeze") -> int:
+def freeze(module: nn.Module, names: Sequence[str]) -> None:
     """Freezes parts of a network.
 
     Args:
         module: the network itself, before the optimizer and any wrapper are made.
         names: modules, as `conv1`, `layer1` or `layer2.0`, each with all that is in it.
-        flag: the option that gave the names, for error lines.
-
-    Returns:
-        How many single weights are frozen, earlier ones included.
 
     Raises:
         RequestError: a name is no part of the network that has weights, or nothing is left to train.
@@ -28,22 +24,18 @@ def freeze(module: nn.Module, names: Sequence[str], flag: str = "--freeze") -> i
     for name in names:
         if name not in parts:
             possible = ", ".join(part for part in parts if "." not in part)
-            raise RequestError(f"{flag}={name}", "is no part of the network with weights", f"take some of {possible}")
+            raise RequestError(f"--freeze={name}", "is no part of the network with weights", f"take some of {possible}")
         parts[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RequestError(f"{flag}={','.join(names)}", "leaves nothing to train", f"leave out a part, such as {HEAD}")
-    return _count_frozen(module)
+        raise RequestError(
+            f"--freeze={','.join(names)}", "leaves nothing to train", f"leave out a part, such as {HEAD}"
+        )
 
 
-def freeze_all_but_head(module: nn.Module) -> int:
-    """Freezes everything but the last layer, `fc`.
-
-    Returns:
-        How many single weights are frozen.
-    """
+def freeze_all_but_head(module: nn.Module) -> None:
+    """Freezes everything but the last layer, `fc`."""
     module.requires_grad_(False)
     module.get_submodule(HEAD).requires_grad_(True)
-    return _count_frozen(module)
 
 
 def train_mode(model: nn.Module) -> None:
@@ -54,7 +46,3 @@ def train_mode(model: nn.Module) -> None:
             parameters = list(module.parameters(recurse=False))
             if parameters and not any(parameter.requires_grad for parameter in parameters):
                 module.eval()
-
-
-def _count_frozen(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)

@@ -11,7 +11,7 @@ They mean what Apex's documentation says (Micikevicius et al. 2018, arXiv:1710.0
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,6 +29,15 @@ LEVELS = {
 }
 
 
+class Scaling(NamedTuple):
+    """How a dynamic loss scale moves."""
+
+    first: float
+    factor: float
+    growth_interval: int
+    smallest: float
+
+
 @dataclass(frozen=True)
 class Level:
     """A row of the table, with what options and device make of it.
@@ -38,6 +47,7 @@ class Level:
         parameter_type: of the weights that the network holds.
         norm_type: of norms' weights and statistics.
         loss_scale: a number, or `dynamic`.
+        scaling: of a dynamic one.
     """
 
     name: str
@@ -47,6 +57,7 @@ class Level:
     autocast: bool
     master_weights: bool
     loss_scale: float | Literal["dynamic"]
+    scaling: Scaling
 
     def __str__(self) -> str:
         names = [str(t).removeprefix("torch.") for t in (self.parameter_type, self.norm_type, self.compute_type)]
@@ -79,6 +90,9 @@ def resolve_level(config: PrecisionConfig, device_type: str) -> Level:
         autocast=autocast,
         master_weights=masters,
         loss_scale=_loss_scale(config, compute_type, can_unscale=masters or not short_weights),
+        scaling=Scaling(
+            config.init_loss_scale, config.loss_scale_factor, config.loss_scale_growth_interval, config.min_loss_scale
+        ),
     )
 
 
@@ -96,7 +110,13 @@ def _half_type(config: PrecisionConfig, device_type: str) -> torch.dtype:
 def _loss_scale(config: PrecisionConfig, compute_type: torch.dtype, can_unscale: bool) -> float | Literal["dynamic"]:
     needed = compute_type == torch.float16
     if config.loss_scale is None:
-        return "dynamic" if needed and can_unscale else 1.0
+        if not needed or config.opt_level == "O3":
+            return 1.0
+        if not can_unscale:
+            raise RequestError(
+                "--master_weights=False", "leaves nothing to unscale float16 gradients in", "add --loss_scale=1"
+            )
+        return "dynamic"
     subject = f"--loss_scale={config.loss_scale}"
     scale = parse_loss_scale(config.loss_scale)
     if scale != 1.0 and not needed:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from image_classification.config import PrecisionConfig
-from image_classification.levels import SMALLEST_SCALE, Level, resolve_level
+from image_classification.levels import Level, Scaling, resolve_level
 from mmcls.utils.device import make_grad_scaler, saturates
 from mmcls.utils.errors import RequestError
 from mmcls.utils.norms import NORM_TYPES
 
-FIRST_DYNAMIC_SCALE = 2.0**16
+APEX_SCALING = Scaling(2.0**16, 2.0, 2000, 1.0)
 
 
 def memory_format(config: PrecisionConfig, device_type: str) -> torch.memory_format:
@@ -67,6 +67,8 @@ def choose_engine(config: PrecisionConfig, device_type: str) -> tuple[Literal["a
         problem = "Apex needs a card"
     if problem is None and level.compute_type == torch.bfloat16:
         problem = "Apex computes in float16"
+    if problem is None and level.scaling[:3] != APEX_SCALING[:3]:
+        problem = "Apex starts at 65536 and knows the factor 2 and 2000 updates alone"
     if problem is None:
         return "apex", None
     if config.amp_engine == "apex":
@@ -117,7 +119,9 @@ class Precision:
     def __init__(self, level: Level, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
         self.level, self._module, self._device_type = level, module, device.type
         # Without weights of its own, and free of what an engine does to the network that it trains.
-        self._skeleton = copy.deepcopy(module).to("meta").eval()
+        bare = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
+        bare |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+        self._skeleton = copy.deepcopy(module, bare).eval()
         self.skipped_updates = self.skips_in_a_row = self._updates = 0
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._names = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -134,8 +138,17 @@ class Precision:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> torch.optim.Optimizer:
         """Casts the network and makes the scaler; returns the optimizer to use."""
-        scale = FIRST_DYNAMIC_SCALE if self.level.loss_scale == "dynamic" else self.level.loss_scale
-        self._scaler = make_grad_scaler(device, scale, enabled=self.scales_loss)
+        scale, factor, interval, _ = self.level.scaling
+        if self.level.loss_scale != "dynamic":
+            scale = self.level.loss_scale
+        self._scaler = make_grad_scaler(
+            device,
+            scale,
+            enabled=self.scales_loss,
+            growth_factor=factor,
+            backoff_factor=1 / factor,
+            growth_interval=interval,
+        )
         _cast(module, self.level.parameter_type, self.level.norm_type)
         return optimizer
 
@@ -215,8 +228,8 @@ class Precision:
         else:
             self._scaler.update()
         if self._updates == before:
-            if self.level.loss_scale == "dynamic" and self.loss_scale < SMALLEST_SCALE:
-                self._scaler.update(SMALLEST_SCALE)
+            if self.level.loss_scale == "dynamic" and self.loss_scale < self.level.scaling.smallest:
+                self._scaler.update(self.level.scaling.smallest)
         elif self._pairs:
             short, masters = zip(*self._pairs, strict=True)
             torch._foreach_copy_(list(short), list(masters))
@@ -276,7 +289,7 @@ class ApexPrecision(Precision):
             optimizer = NpuFusedSGD(optimizer.param_groups, **_sgd_defaults(optimizer))
             options["combine_grad"] = True
         amp.initialize(models=module, optimizers=optimizer, opt_level=level.name, loss_scale=level.loss_scale,
-                       min_loss_scale=SMALLEST_SCALE, verbosity=0, **options)  # fmt: skip
+                       min_loss_scale=level.scaling.smallest, verbosity=0, **options)  # fmt: skip
         return optimizer
 
     @property
@@ -334,7 +347,7 @@ class ApexPrecision(Precision):
         state = self._amp.state_dict()["loss_scaler0"]
         # With a static scale Apex counts without end, and from a number above 2000 no scale would ever grow.
         good_steps = int(state["unskipped"]) if self.level.loss_scale == "dynamic" else 0
-        growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": APEX_SCALING.growth_interval}
         return {"scale": float(state["loss_scale"]), **growth, "_growth_tracker": good_steps}
 
     def _load_scale(self, state: dict) -> None:

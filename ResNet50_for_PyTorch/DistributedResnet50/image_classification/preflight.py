@@ -134,7 +134,7 @@ def _choose_precision(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if precision.opt_level == "auto":
         fast = has_fast_half(device_type, default_half_type(device_type))
         precision = replace(precision, opt_level="O1" if fast or precision.half_type else "O0")
-        if not fast:
+        if precision.opt_level == "O0":
             notes.append("this CPU has no bfloat16 instructions, so auto is O0; --opt_level=O1 is slower here")
     level = resolve_level(precision, device_type)
     if level.name != "O0":
@@ -170,6 +170,8 @@ def _complete_data(
 
 def _check_norms_have_values(config: TrainConfig) -> None:
     """Batch norms need more than one value a channel to train."""
+    if config.model.fine_tuning:  # all of them keep their statistics
+        return
     stride = 8 if config.model.stem == "cifar" else 32
     if config.data.batch_size == 1 and config.data.image_size <= stride:
         raise RequestError(

@@ -298,7 +298,7 @@ class Reporter:
             "ActualFPS": shown_rate,
             "TrainingTime": "n/a" if rate is None else f"{self._plan.global_batch_size * 1000 / rate:.2f}",
             "TrainAccuracy": f"{last['val_top1_percent']:.2f}",
-            "ActualLoss": f"{last['train_loss']:.4f}",
+            "ActualLoss": "n/a" if last["train_loss"] is None else f"{last['train_loss']:.4f}",
             "E2ETrainingTime": f"{duration:.0f}",
         }
         text = "".join(f"{key} = {value}\n" for key, value in values.items())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from image_classification.config import RunPlan
 from image_classification.data import EvalLoader, TrainLoader
-from image_classification.divergence import FirstBadStep, first_non_finite
+from image_classification.divergence import FirstBadStep, first_non_finite, non_finite_of
 from image_classification.ema import WeightAverage
 from image_classification.freezing import train_mode
 from image_classification.losses import cross_entropy
@@ -80,8 +80,17 @@ class Observer(Protocol):
 StepFunction = Callable[[TrainState, list[Batch]], MetricSums]
 
 
-def train_step(state: TrainState, group: list[Batch]) -> MetricSums:
+def clip_together(state: TrainState) -> None:
+    """Limits the norm of all gradients together to `max_grad_norm`, where one is set."""
+    if state.max_grad_norm is not None:
+        state.precision.clip_gradients(state.max_grad_norm)
+
+
+def train_step(state: TrainState, group: list[Batch], clip: Callable[[TrainState], None] = clip_together) -> MetricSums:
     """One optimizer update over a group of micro-batches.
+
+    Args:
+        clip: changes the unscaled gradients, `grad` of the optimizer's parameters, before the update.
 
     Returns:
         This rank's sums over the group, on the device.
@@ -100,8 +109,7 @@ def train_step(state: TrainState, group: list[Batch]) -> MetricSums:
             state.precision.backward(loss * (len(labels) / num_images), last)
         sums.add(loss, logits, labels)
     state.precision.unscale()
-    if state.max_grad_norm is not None:
-        state.precision.clip_gradients(state.max_grad_norm)
+    clip(state)
     if state.precision.step() and state.ema:
         state.ema.update(state.precision.weights(), state.step)
     state.precision.zero_gradients()
@@ -169,15 +177,15 @@ def train_epoch(
         data_seconds = time.perf_counter() - started
         sums = step_function(state, group)
         epoch_sums += sums
-        bad_step.add(sums.values[0], state.step - 1)
         in_epoch = state.step - epoch * plan.steps_per_epoch
         if state.precision.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             what = f"{MAX_SKIPS_IN_A_ROW} updates in a row overflowed"
-            raise diverged(state, plan, state.step - 1, group, what)
-        if not state.precision.skips_overflows and (in_epoch % check_every == 0 or state.step == end):
-            found = bad_step.read()
+            raise diverged(state, plan, state.step - 1, what, _find_non_finite(state, group))
+        if not state.precision.skips_overflows:
+            bad_step.add(sums.values[0], state.step - 1)
+            found = bad_step.read() if in_epoch % check_every == 0 or state.step == end else None
             if found is not None:
-                raise diverged(state, plan, found[0], group, f"loss is {found[1]}")
+                raise diverged(state, plan, found[0], f"loss is {found[1]}", _find_non_finite(state, group))
         if observer:
             observer.step_done(state, sums, data_seconds)
     if observer:
@@ -186,27 +194,30 @@ def train_epoch(
     return epoch_sums.averages()
 
 
-def diverged(state: TrainState, plan: RunPlan, step: int, group: list[Batch], what: str) -> DivergenceError:
+def diverged(state: TrainState, plan: RunPlan, step: int, what: str, tensor: str | None) -> DivergenceError:
     """The error that ends a run, with what helps to find the cause: place, learning rate, scale, first bad tensor."""
-    images, labels = group[-1]
-    scale = state.precision.loss_scale
+    epoch, in_epoch = divmod(step, plan.steps_per_epoch)
+    return DivergenceError(
+        f"{what} at epoch {epoch} step {in_epoch + 1} (lr {state.schedule(step):g}, loss scale "
+        f"{state.precision.loss_scale:g}; first tensor that is not finite: {tensor or 'none is left in the last batch'}); "
+        f"lower --lr, or take a longer --warmup"
+    )
+
+
+def _find_non_finite(state: TrainState, group: list[Batch]) -> str | None:
+    """The first tensor that is not finite, by one more pass over the last images; of no use but to a run that ends."""
 
     def scaled_loss() -> Tensor:
-        logits = state.precision.forward(state.module, images)
-        return cross_entropy(logits, labels, state.label_smoothing) * scale
+        losses = [cross_entropy(state.precision.forward(state.module, images), labels) for images, labels in group]
+        return torch.stack(losses).mean() * state.precision.loss_scale
 
-    epoch, in_epoch = divmod(step, plan.steps_per_epoch)
-    name = first_non_finite(state.module, scaled_loss) or "none is left in the last batch"
-    return DivergenceError(
-        f"{what} at epoch {epoch} step {in_epoch + 1} (lr {state.schedule(step):g}, loss scale {scale:g}; first tensor "
-        f"that is not finite: {name}); lower --lr, or take a longer --warmup"
-    )
+    return first_non_finite(state.module, scaled_loss)
 
 
 def check_finite(loss: float, what: str) -> None:
     """Raises DivergenceError where a loss is inf or nan."""
     if not math.isfinite(loss):
-        raise DivergenceError(f"the {what} is {loss}; lower the learning rate (--lr)")
+        raise DivergenceError(f"the {what} is {loss}; give other weights")
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
@@ -260,9 +271,13 @@ def fit(
         epoch = state.step // plan.steps_per_epoch
         train = train_epoch(state, train_loader, plan, observer, step_function, check_every)
         average_norm_statistics(dict(state.module.named_buffers()))
-        validation = validate(state, state.precision.weights(), val_loader, plan.num_val_images)
-        # The last update of an epoch shows in no training loss of that epoch.
-        check_finite(validation.loss, f"validation loss of epoch {epoch}")
+        weights = state.precision.weights()
+        validation = validate(state, weights, val_loader, plan.num_val_images)
+        # The last update of an epoch shows in no training loss, and a norm's statistic may show in no loss at all.
+        bad_weight = non_finite_of(weights)
+        if bad_weight or not math.isfinite(validation.loss):
+            what = f"validation loss is {validation.loss}"
+            raise diverged(state, plan, state.step - 1, what, bad_weight)
         ema = None
         if state.ema:
             average_norm_statistics(state.ema.weights)

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from image_classification.preflight import Job, new_head, output_folder
 from image_classification.reporting import Reporter
 from image_classification.resnet import build_resnet
 from image_classification.schedule import make_schedule
-from image_classification.training import TrainState, fit, fix_summation_order, validate
+from image_classification.training import TrainState, check_finite, fit, fix_summation_order, validate
 from mmcls.utils.ascend_errors import explain, is_busy
 from mmcls.utils.device import make_deterministic, seed_everything, set_device, use_full_float32
 from mmcls.utils.distribution import (
@@ -58,8 +59,7 @@ def run_rank(job: Job) -> None:
     device = retry_if_busy(lambda: set_device(config.distributed.device, card))
     if config.run.deterministic:
         make_deterministic(device.type)
-    if config.precision.opt_level == "O0":
-        use_full_float32(device)
+    use_full_float32(device)
     # Before the group is joined: reading data is what makes ranks late, and a collective waits only so long.
     datasets = open_datasets(job.layout, config.data, config.data.image_size)
     distributed = config.distributed
@@ -91,6 +91,10 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
             "the ranks see different numbers of images",
             "give all the same data",
         )
+    if not same_on_all_ranks(zlib.crc32(repr(config.precision).encode()), device):
+        raise RequestError(
+            "--opt_level and --amp_engine", "the machines have chosen different ones", "give both on every machine"
+        )
     state, notes = build_state(config, plan, device)
     reporter = None
     if get_rank() == 0:
@@ -101,6 +105,7 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
     try:
         if config.run.evaluate:
             validation = validate(state, state.precision.weights(), val_loader, plan.num_val_images)
+            check_finite(validation.loss, "validation loss")
             ema = validate(state, state.ema.weights, val_loader, plan.num_val_images) if state.ema else None
             if reporter:
                 reporter.evaluation_done(validation, ema)
@@ -216,8 +221,13 @@ def _freeze(module: torch.nn.Module, config: ModelConfig) -> list[str]:
     """Freezes what the options name; a line that says how much."""
     if not config.freeze and not config.fine_tuning:
         return []
-    frozen = freeze_all_but_head(module) if config.fine_tuning else freeze(module, config.freeze)
-    return [f"{frozen} of {sum(parameter.numel() for parameter in module.parameters())} weights are frozen"]
+    if config.fine_tuning:
+        freeze_all_but_head(module)
+    else:
+        freeze(module, config.freeze)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    frozen = sum(size for size, trains in sizes if not trains)
+    return [f"{frozen} of {sum(size for size, _ in sizes)} weights are frozen"]
 
 
 def _make_mixup(config: TrainConfig, plan: RunPlan) -> Mixup | None:
@@ -248,12 +258,19 @@ def _restore_average(state: TrainState, checkpoint: dict) -> list[str]:
         return []
     if checkpoint["ema"] is None:
         return ["the checkpoint has no moving average of the weights: it starts at the weights"]
-    state.ema.load_state_dict(checkpoint["ema"])
+    try:
+        state.ema.load_state_dict(checkpoint["ema"])
+    except ValueError as error:
+        raise RequestError("--resume", f"its moving average does not fit ({error})", "give another file") from error
     return []
 
 
 def _resume(state: TrainState, checkpoint: dict, path: str, plan: RunPlan) -> list[str]:
+    # The options of the groups are this run's, as differences from the saved ones have been told.
+    options = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
     state.optimizer.load_state_dict(checkpoint["optimizer"])
+    for group, own in zip(state.optimizer.param_groups, options, strict=True):
+        group.update(own)
     note = state.precision.load_state_dict(checkpoint["precision"])
     notes = [note] if note else []
     state.step = resumed_step(checkpoint, plan)
