@@ -47,6 +47,11 @@ class DataConfig:
     """Training images of --data_path=synthetic (a quarter of it for validation); default: 100 global batches."""
     allow_empty_classes: bool = False
     """Accept class folders of train/ that hold no image."""
+    exif_rotation: bool = False
+    """Turn pictures as their EXIF orientation says; torchvision's folders do not."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """Pictures that cannot be decoded: stop with the path and the reason, or train on others in their place, validate
+    without them, and list them in the run folder's bad_files.txt."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,8 @@ class RunConfig:
     """Steps between two log lines. Also -p."""
     throughput_warmup_steps: int = 5
     """First steps of a run that images/s leaves out."""
+    check_data: bool = False
+    """Decode every picture of --data_path, print the paths that cannot be read and why, and stop."""
     print_config: bool = False
     """Print the resolved configuration and stop."""
 

@@ -67,6 +67,7 @@ def _open_folder(layout: DataLayout, config: DataConfig, image_size: int) -> Dat
             small_images=layout.small_images,
             mean=IMAGENET_MEAN,
             std=IMAGENET_STD,
+            exif_rotation=config.exif_rotation,
         )
         for split in ("train", "val")
     )

@@ -7,19 +7,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
-from image_classification.data import augment
-from image_classification.data.decode import (
-    DECODE_ERRORS,
-    ENDINGS,
-    ImageReadError,
-    failure_reason,
-    read_rgb,
-    read_size,
-)
-from image_classification.data.order import image_generator
+from image_classification.data.decode import ENDINGS, DecodeError, Picture, read_file
+from image_classification.data.pictures import PictureDataset
 from mmcls.utils.errors import RequestError
 
 BIG_IMAGE_SIZE = 224
@@ -116,7 +106,8 @@ def _images_below(folder: Path, prefix: str = "", hidden: list[str] | None = Non
             # Links to folders are not followed: they can lead back here.
             elif entry.is_dir(follow_symlinks=False):
                 yield from _images_below(Path(entry.path), f"{prefix}{entry.name}/", hidden)
-            elif _is_image_name(entry.name):
+            # Opening a pipe or a device would wait for ever; links are judged when they are read.
+            elif _is_image_name(entry.name) and (entry.is_symlink() or entry.is_file()):
                 yield prefix + entry.name
 
 
@@ -162,9 +153,10 @@ def _typical_short_side(root: Path, images: list[Path]) -> float:
     sides, failed = [], []
     for path in images[:: max(1, len(images) // PROBES)]:
         try:
-            sides.append(min(read_size(path)))
-        except DECODE_ERRORS as error:
-            failed.append(f"{path} ({failure_reason(path, error)})")
+            picture = Picture(read_file(path))
+            sides.append(min(picture.width, picture.height))
+        except DecodeError as error:
+            failed.append(f"{path} ({error})")
     if not sides:
         raise RequestError(
             f"--data_path={root}", f"none of the images tried can be read: {shorten(failed)}", "replace them"
@@ -172,69 +164,41 @@ def _typical_short_side(root: Path, images: list[Path]) -> float:
     return median(sides)
 
 
-class FolderDataset(Dataset):
-    """The images of train/ or val/, decoded when they are asked for.
+class FolderDataset(PictureDataset):
+    """The images of train/ or val/, in the order of class and name.
 
-    Item i is `([3, size, size] uint8, label)`, the view that validation takes; `training_view` gives random ones.
-    The order is sorted by class and by name. File names lie in one block of bytes, not in a list: a list of a million
-    strings is copied into every loader process bit by bit as their reference counts change.
-    `hidden` are the files left out because their names begin with a dot.
+    File names lie in one block of bytes, not in a list: a list of a million strings is copied into every loader process
+    bit by bit as their reference counts change.
+
+    Args:
+        root: the folder that holds train/ and val/; the other arguments are those of PictureDataset.
+
+    Attributes:
+        hidden: the files left out because their names begin with a dot.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        split: str,
-        class_names: tuple[str, ...],
-        *,
-        image_size: int,
-        small_images: bool,
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
-    ):
-        self.root, self.split, self.class_names = root / split, split, class_names
-        self.image_size, self.small_images = image_size, small_images
-        self.mean, self.std = mean, std
+    def __init__(self, root: Path, split: str, class_names: tuple[str, ...], **options):
+        self.root = root / split
         self.hidden: list[str] = []
         names: list[bytes] = []
-        labels: list[int] = []
-        for label, class_name in enumerate(class_names):
+        counts: list[int] = []
+        for class_name in class_names:
             folder = self.root / class_name
-            if folder.is_dir():
-                found = sorted(_images_below(folder, hidden=self.hidden))
-                names += map(os.fsencode, found)
-                labels += [label] * len(found)
+            found = sorted(_images_below(folder, hidden=self.hidden)) if folder.is_dir() else []
+            names += map(os.fsencode, found)
+            counts.append(len(found))
         self._names = np.frombuffer(b"".join(names), dtype=np.uint8)
         self._ends = np.cumsum([0, *map(len, names)])
-        self._labels = np.array(labels, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._labels)
+        labels = np.repeat(np.arange(len(class_names), dtype=np.int32), counts)
+        super().__init__(split, class_names, labels, **options)
 
     def path(self, index: int) -> Path:
         """The file of one image."""
         name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]].tobytes())
-        return self.root / self.class_names[self._labels[index]] / name
+        return self.root / self.class_names[self.labels[index]] / name
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        view = augment.small_view if self.small_images else augment.big_view
-        return _tensor(view(self._read(index), self.image_size)), int(self._labels[index])
+    def name(self, index: int) -> str:
+        return str(self.path(index))
 
-    def training_view(self, index: int, seed: int, epoch: int) -> tuple[torch.Tensor, int]:
-        """A randomly cropped and mirrored view, a pure function of (seed, epoch, index)."""
-        view = augment.small_training_view if self.small_images else augment.big_training_view
-        rng = image_generator(seed, epoch, index)
-        return _tensor(view(self._read(index), self.image_size, rng)), int(self._labels[index])
-
-    def _read(self, index: int):
-        path = self.path(index)
-        try:
-            return read_rgb(path)
-        except DECODE_ERRORS as error:
-            class_name = self.class_names[self._labels[index]]
-            raise ImageReadError(str(path), class_name, self.split, failure_reason(path, error)) from error
-
-
-def _tensor(view: np.ndarray) -> torch.Tensor:
-    # A copy: Pillow's buffer is read-only and a mirrored view has negative strides, which torch does not take.
-    return torch.from_numpy(view.copy()).permute(2, 0, 1)
+    def encoded(self, index: int) -> bytes:
+        return read_file(self.path(index))
