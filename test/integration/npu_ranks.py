@@ -117,9 +117,10 @@ def train_two_epochs(device: torch.device, opt_level: str, folder: Path) -> dict
     state = make_state(device, opt_level)
     data = open_datasets(replace(detect_layout("synthetic"), num_classes=10), CONFIG.data, 8)
     plan = resolve(CONFIG, get_world_size(), len(data.train), len(data.val))
-    common = {"rank": get_rank(), "world_size": get_world_size(), "device": device, "workers": 0,
+    common = {"rank": get_rank(), "world_size": get_world_size(), "device": device,
               "memory_format": torch.contiguous_format}  # fmt: skip
-    train = TrainLoader(data.train, micro_batch_size=8, micro_batches_per_epoch=plan.steps_per_epoch, seed=0, **common)
+    steps = plan.steps_per_epoch
+    train = TrainLoader(data.train, CONFIG.data, micro_batch_size=8, micro_batches_per_epoch=steps, seed=0, **common)
     reporter = Reporter(CONFIG, plan, 10, device, time.time()) if get_rank() == 0 else None
     if reporter:
         reporter.open(folder / opt_level, [], [])
@@ -127,7 +128,7 @@ def train_two_epochs(device: torch.device, opt_level: str, folder: Path) -> dict
     watch, before = Watch(reporter), flat(state.module.parameters())
     zeros = torch.zeros(8, 3, 8, 8, device=device)
     fix_summation_order(state, zeros, torch.zeros(8, dtype=torch.int64, device=device))
-    fit(state, train, EvalLoader(data.val, batch_size=8, **common), plan, observer=watch)
+    fit(state, train, EvalLoader(data.val, CONFIG.data, batch_size=8, **common), plan, observer=watch)
     moved = (flat(state.module.parameters()) - before).abs().max().item()
     return {"steps": watch.steps, "differences": watch.differences, "moved": moved}
 

@@ -36,11 +36,12 @@ NOT_AVAILABLE = ("mixup", "loss_scale", "static_loss_scale", "dynamic_loss_scale
 PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
-LARGEST, LARGEST_SEED = 10**9, 2**63
+LARGEST, LARGEST_WORD = 10**9, 2**63
 
 # Smallest allowed values; `>` where the value itself is not allowed.
 LIMITS = {
-    "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "synthetic_images": ">=1", "num_classes": ">=1",
+    "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "resident_bytes": ">=0",
+    "cutout": ">=0", "prefetch": ">=0", "data_timeout": ">0", "synthetic_images": ">=1", "num_classes": ">=1",
     "width_multiplier": ">0", "lr": ">=0", "lr_per_256": ">=0", "momentum": ">=0", "weight_decay": ">=0",
     "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "recipe_warmup": ">=0", "gamma": ">0",
     "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
@@ -210,7 +211,7 @@ def _check(config: TrainConfig) -> None:
         value, bound = values[name], float(limit.lstrip(">="))
         if value is not None and not (value >= bound if ">=" in limit else value > bound):
             raise RequestError(f"--{name}={value}", f"must be {limit}", "change it")
-        if value is not None and value >= (LARGEST_SEED if name == "seed" else LARGEST):
+        if value is not None and value >= (LARGEST_WORD if name in ("seed", "resident_bytes") else LARGEST):
             raise RequestError(f"--{name}={value}", "is too large", "change it")
     if config.optim.label_smoothing >= 1:
         raise RequestError(f"--label_smoothing={config.optim.label_smoothing}", "must be below 1", "change it")

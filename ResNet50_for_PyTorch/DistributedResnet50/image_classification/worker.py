@@ -142,7 +142,7 @@ def _loader_options(config: TrainConfig, device: torch.device) -> dict:
         "rank": get_rank(),
         "world_size": get_world_size(),
         "device": device,
-        "workers": config.data.workers,
+        "config": config.data,
         "memory_format": memory_format(config.precision, device.type),
     }
 

@@ -1,4 +1,4 @@
-"""Views of images against plain loops, and against torchvision."""
+"""Views of single pictures against plain loops, and against torchvision."""
 
 import io
 
@@ -7,12 +7,9 @@ import pytest
 import torch
 import torchvision.transforms.v2 as transforms
 from PIL import Image
-from torch.nn import functional
 
 from image_classification.data import augment
 from image_classification.data.decode import Picture
-
-CPU = torch.device("cpu")
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -25,48 +22,6 @@ def encoded(image: Image.Image, image_format="PNG", **options) -> Picture:
     buffer = io.BytesIO()
     image.save(buffer, image_format, **options)
     return Picture(buffer.getvalue())
-
-
-def draw(num_images, **options):
-    return augment.CropFlipTable.draw(np.random.default_rng(0), num_images, device=CPU, **options)
-
-
-def test_crop_flip_equals_the_plain_loop():
-    images = torch.randint(0, 256, (9, 3, 6, 7), dtype=torch.uint8)
-    table = draw(20, pad=2, flip=True)
-    indices = torch.tensor([19, 3, 3, 0, 7, 8, 1, 12, 5])
-    views = augment.crop_flip(images, indices, table)
-    padded = functional.pad(images, [2] * 4)
-    for place, index in enumerate(indices):
-        top, left = table.tops[index], table.lefts[index]
-        expected = padded[place, :, top : top + 6, left : left + 7]
-        if table.mirrored[index]:
-            expected = expected.flip(-1)
-        assert torch.equal(views[place], expected)
-
-
-def test_crops_and_mirrors_are_uniform():
-    table = draw(20_000, pad=2, flip=True)
-    # 25 corners, 800 expected of each: chi-square with 24 degrees of freedom is below 51 with probability 0.999.
-    counts = torch.bincount(table.tops * 5 + table.lefts, minlength=25).double()
-    assert len(counts) == 25 and ((counts - 800) ** 2 / 800).sum() < 51
-    assert abs(table.mirrored.double().mean() - 0.5) < 0.015
-
-
-def test_without_flip_nothing_is_mirrored():
-    assert not draw(1000, pad=2, flip=False).mirrored.any()
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("size", [8, 16])
-def test_to_input_normalises(memory_format, size):
-    images = torch.full((2, 3, 8, 8), 51, dtype=torch.uint8)
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ([0.0, 51.0, 255.0], [51.0, 2.0, 102.0]))
-    out = augment.to_input(images, mean, std, size, memory_format)
-    assert out.dtype == torch.float32 and out.shape == (2, 3, size, size)
-    assert out.is_contiguous(memory_format=memory_format)
-    torch.testing.assert_close(out.mean((0, 2, 3)), torch.tensor([1.0, 0.0, -2.0]))
-    assert images[0, 0, 0, 0] == 51, "the data set itself is not touched"
 
 
 @pytest.mark.parametrize("width, height", [(500, 375), (333, 500), (256, 256), (60, 41), (30, 400)])

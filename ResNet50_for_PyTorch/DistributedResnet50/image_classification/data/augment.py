@@ -1,7 +1,6 @@
-"""Random and fixed views of images: whole batches as tensors, single pictures as they are decoded."""
+"""Random and fixed views of single pictures, as they are decoded."""
 
 import math
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -18,68 +17,6 @@ FAST_TORCH_RESIZE = ("AVX2", "AVX512")
 """Instruction sets for which torch resizes uint8 pictures faster than OpenCV averages areas."""
 VAL_RESIZE = 256 / 224
 """Short side of a big picture before its centre crop, in units of the crop (He et al. 2016, section 4.1)."""
-
-
-@dataclass(frozen=True)
-class CropFlipTable:
-    """One epoch's draws for every image of a data set: a shifted crop out of a zero border, and a mirror.
-
-    Args:
-        pad: width of the border in pixels.
-        tops: `[N]` first row of the crop in the padded image, int64, 0..2 * pad.
-        lefts: `[N]` first column, likewise.
-        mirrored: `[N]` bool.
-    """
-
-    pad: int
-    tops: torch.Tensor
-    lefts: torch.Tensor
-    mirrored: torch.Tensor
-
-    @classmethod
-    def draw(
-        cls, rng: np.random.Generator, num_images: int, *, pad: int, flip: bool, device: torch.device
-    ) -> "CropFlipTable":
-        """Draws the table on the host, the same for any device."""
-        corners = torch.from_numpy(rng.integers(0, 2 * pad + 1, size=(2, num_images))).to(device)
-        mirrored = torch.from_numpy(rng.random(num_images) < (0.5 if flip else 0.0)).to(device)
-        return cls(pad, corners[0], corners[1], mirrored)
-
-
-def crop_flip(images: torch.Tensor, indices: torch.Tensor, table: CropFlipTable) -> torch.Tensor:
-    """Applies each image's row of the table.
-
-    Args:
-        images: `[B, 3, H, W]` of any type.
-        indices: `[B]` rows of the table, on the table's device.
-
-    Returns:
-        `[B, 3, H, W]`, in channels-last order in memory.
-    """
-    batch, _, height, width = images.shape
-    device = images.device
-    rows = table.tops[indices, None] + torch.arange(height, device=device)
-    steps = torch.arange(width, device=device)
-    columns = table.lefts[indices, None] + torch.where(table.mirrored[indices, None], steps.flip(0), steps)
-    padded = functional.pad(images, [table.pad] * 4)
-    image = torch.arange(batch, device=device)[:, None, None]
-    return padded[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-def to_input(
-    images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, size: int, memory_format: torch.memory_format
-) -> torch.Tensor:
-    """Turns `[B, 3, H, W]` uint8 into the network's input: `[B, 3, size, size]`, float32, normalised.
-
-    Args:
-        mean: `[1, 3, 1, 1]` in grey levels (0..255), on the images' device; std likewise.
-    """
-    images = images.to(torch.float32, memory_format=memory_format)
-    if images.shape[-1] != size:
-        images = functional.interpolate(
-            images, (size, size), mode="bilinear", align_corners=False, antialias=images.shape[-1] > size
-        ).contiguous(memory_format=memory_format)
-    return images.sub_(mean).div_(std)
 
 
 def random_resized_crop_box(width: int, height: int, rng: np.random.Generator) -> Box:
