@@ -4,6 +4,7 @@ JPEG goes through libjpeg-turbo, to the same bits as Pillow but faster; everythi
 """
 
 import io
+import os
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -103,16 +104,17 @@ class Picture:
         return pixels, (box[0] * per_column, box[1] * per_row, box[2] * per_column, box[3] * per_row)
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: str | Path) -> bytes:
     """The bytes of a picture's file.
 
     Raises:
         DecodeError: it cannot be read.
     """
     try:
-        return path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except FileNotFoundError as error:
-        raise DecodeError("broken link" if path.is_symlink() else "no such file") from error
+        raise DecodeError("broken link" if os.path.islink(path) else "no such file") from error
     except OSError as error:
         raise DecodeError(error.strerror or str(error)) from error
 

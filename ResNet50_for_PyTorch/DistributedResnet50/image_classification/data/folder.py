@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -15,15 +16,19 @@ from mmcls.utils.errors import RequestError
 BIG_IMAGE_SIZE = 224
 SMALL_SHORT_SIDE = 96
 """Pictures up to this short side are trained at their own size instead of BIG_IMAGE_SIZE."""
-PROBES = 9
+PROBED_CLASSES, PROBED_IMAGES = 9, 20
 NAMES_SHOWN = 5
+
+
+def printable(text: str) -> str:
+    """Names on one line, whatever they hold: line breaks and bytes that are no text are written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(names: Iterable[str]) -> str:
     """The first five names and how many there are: fits one line of an error, whatever the names hold."""
     names = list(names)
-    # A line break in a file's name must not break the line.
-    shown = ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in names[:NAMES_SHOWN])
+    shown = ", ".join(map(printable, names[:NAMES_SHOWN]))
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names):,} in all)"
 
 
@@ -69,7 +74,7 @@ def scan_folders(root: Path, allow_empty_classes: bool) -> FolderScan:
     if without_val:
         warnings.append(f"val/ has no image in: {shorten(without_val)}")
 
-    side = _typical_short_side(root, [image for image in first_images.values() if image is not None])
+    side = _typical_short_side([root / "train" / name for name, image in first_images.items() if image is not None])
     small = side <= SMALL_SHORT_SIDE
     size = max(8, int(side / 8 + 0.5) * 8) if small else BIG_IMAGE_SIZE
     return FolderScan(tuple(classes), size, small, tuple(warnings))
@@ -148,18 +153,23 @@ def _check_val(root: Path, classes: list[str], val_classes: list[str], loose: li
     return sorted(set(classes) - set(filled))
 
 
-def _typical_short_side(root: Path, images: list[Path]) -> float:
-    """Median short side in pixels of a few images, spread over the classes."""
+def _typical_short_side(folders: list[Path]) -> float:
+    """Median short side in pixels of the first readable image of a few classes."""
     sides, failed = [], []
-    for path in images[:: max(1, len(images) // PROBES)]:
-        try:
-            picture = Picture(read_file(path))
-            sides.append(min(picture.width, picture.height))
-        except DecodeError as error:
-            failed.append(f"{path} ({error})")
+    for folder in folders[:: max(1, len(folders) // PROBED_CLASSES)]:
+        for name in islice(_images_below(folder), PROBED_IMAGES):
+            try:
+                picture = Picture(read_file(folder / name))
+            except DecodeError as error:
+                failed.append(f"{folder / name} ({error})")
+            else:
+                sides.append(min(picture.width, picture.height))
+                break
     if not sides:
         raise RequestError(
-            f"--data_path={root}", f"none of the images tried can be read: {shorten(failed)}", "replace them"
+            f"--data_path={folders[0].parents[1]}",
+            f"none of the images tried can be read: {shorten(failed)}",
+            "replace them",
         )
     return median(sides)
 
@@ -179,6 +189,7 @@ class FolderDataset(PictureDataset):
 
     def __init__(self, root: Path, split: str, class_names: tuple[str, ...], **options):
         self.root = root / split
+        self._folders = [f"{self.root / name}{os.sep}" for name in class_names]
         self.hidden: list[str] = []
         names: list[bytes] = []
         counts: list[int] = []
@@ -194,11 +205,11 @@ class FolderDataset(PictureDataset):
 
     def path(self, index: int) -> Path:
         """The file of one image."""
-        name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]].tobytes())
-        return self.root / self.class_names[self.labels[index]] / name
+        return Path(self.name(index))
 
     def name(self, index: int) -> str:
-        return str(self.path(index))
+        name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]].tobytes())
+        return f"{self._folders[self.labels[index]]}{name}"
 
     def encoded(self, index: int) -> bytes:
-        return read_file(self.path(index))
+        return read_file(self.name(index))
