@@ -9,6 +9,9 @@ from image_classification.data import arrays, cifar, folder
 from image_classification.data.arrays import ArrayDataset
 from image_classification.data.folder import FolderDataset
 from image_classification.data.layouts import DataLayout
+from image_classification.data.pictures import PictureDataset
+from image_classification.data.records.manifest import read_manifest
+from mmcls.utils.errors import RequestError
 
 # Mean and deviation of each channel over the training images, as they are published and used everywhere.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -27,8 +30,8 @@ class Datasets:
     `warnings` are what the full listing has shown, in addition to the layout's.
     """
 
-    train: ArrayDataset | FolderDataset
-    val: ArrayDataset | FolderDataset
+    train: ArrayDataset | PictureDataset
+    val: ArrayDataset | PictureDataset
     num_classes: int
     class_names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -45,6 +48,8 @@ def open_datasets(layout: DataLayout, config: DataConfig, image_size: int) -> Da
     """
     if layout.kind == "folder":
         return _open_folder(layout, config, image_size)
+    if layout.kind == "records":
+        return _open_records(layout, config, image_size)
     if layout.kind == "digits":
         train, val = arrays.digits(image_size, image_size // SHIFT_SHARE)
         return Datasets(train, val, layout.num_classes, tuple("0123456789"))
@@ -58,22 +63,34 @@ def open_datasets(layout: DataLayout, config: DataConfig, image_size: int) -> Da
 
 def _open_folder(layout: DataLayout, config: DataConfig, image_size: int) -> Datasets:
     class_names = folder.scan_folders(layout.path, config.allow_empty_classes).class_names
-    train, val = (
-        FolderDataset(
-            layout.path,
-            split,
-            class_names,
-            image_size=image_size,
-            small_images=layout.small_images,
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-            exif_rotation=config.exif_rotation,
-        )
-        for split in ("train", "val")
-    )
+    options = _picture_options(layout, config, image_size)
+    train, val = (FolderDataset(layout.path, split, class_names, **options) for split in ("train", "val"))
     hidden = sorted(train.hidden + val.hidden)
     warnings = (f"ignored files whose names begin with a dot: {folder.shorten(hidden)}",) if hidden else ()
     return Datasets(train, val, len(class_names), class_names, warnings)
+
+
+def _open_records(layout: DataLayout, config: DataConfig, image_size: int) -> Datasets:
+    try:
+        # Here, because pyarrow is 45 MB of memory in each process, and only records need it.
+        from image_classification.data.records.dataset import RecordDataset
+    except ImportError as error:
+        raise RequestError(f"--data_path={layout.path}", f"pyarrow: {error}", "pip install pyarrow") from error
+    manifest = read_manifest(layout.path)
+    options = _picture_options(layout, config, image_size)
+    train = RecordDataset(layout.path, "train", manifest.classes, manifest.train, **options)
+    val = RecordDataset(layout.path, "val", manifest.classes, manifest.val, **options)
+    return Datasets(train, val, layout.num_classes, manifest.classes)
+
+
+def _picture_options(layout: DataLayout, config: DataConfig, image_size: int) -> dict:
+    return {
+        "image_size": image_size,
+        "small_images": layout.small_images,
+        "mean": IMAGENET_MEAN,
+        "std": IMAGENET_STD,
+        "exif_rotation": config.exif_rotation,
+    }
 
 
 def _open_cifar(layout: DataLayout, image_size: int) -> Datasets:
