@@ -65,7 +65,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
         config = _parse_values(options, _continued(given.run.resume))
         layout = detect_layout(config.data.data_path, config.data.allow_empty_classes)
     else:
-        layout = detect_layout(given.data.data_path, given.data.allow_empty_classes)
+        # The check names empty classes itself, after it has read everything else.
+        layout = detect_layout(given.data.data_path, given.data.allow_empty_classes or given.run.check_data)
         config = _parse_values(options, recipe(given.run.recipe, layout.kind, layout.small_images))
     _check(config)
     return config, layout

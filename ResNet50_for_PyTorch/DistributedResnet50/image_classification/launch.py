@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from image_classification.cli import DEFAULT_PORT, parse
 from image_classification.config import DistributedConfig, to_plain
+from image_classification.data import prepare_data
+from image_classification.data.check import check_data
 from image_classification.outcome import (
     Failure,
     conclude,
@@ -61,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, _raise_stopped)
         try:
             config, layout = parse(sys.argv[1:] if arguments is None else arguments)
+            if config.run.check_data:
+                check_data(prepare_data(layout), config.data, lambda line: print(line, flush=True))
+                return 0
             if config.distributed.simulate_npu:
                 _use_simulated_npu()
             job = replace(prepare_job(config, layout, started_at), handover=handover)

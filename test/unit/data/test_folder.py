@@ -3,12 +3,11 @@
 import os
 import pickle
 
+import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from image_classification.data import FolderDataset, ImageReadError
-from image_classification.data.pictures import training_view_or_another
 
 
 def dataset(root, split="train", size=32, small=True, **options):
@@ -35,7 +34,7 @@ def test_names_of_any_kind(tmp_path, make):
         make.image(tmp_path / "train/cow" / name)
     data = dataset(tmp_path)
     assert {data.path(i).name for i in range(len(data))} == set(names)
-    assert all(data[i][0].shape == (3, 32, 32) for i in range(len(data)))
+    assert all(data[i][0].shape == (32, 32, 3) for i in range(len(data)))
 
 
 def test_order_is_by_class_and_name(tmp_path, make):
@@ -50,13 +49,13 @@ def test_order_is_by_class_and_name(tmp_path, make):
 def test_items_and_training_views(tmp_path, make, small):
     data = dataset(make.folder(tmp_path), size=24, small=small)
     image, label = data[9]
-    assert image.dtype == torch.uint8 and image.shape == (3, 24, 24) and label == 1
-    assert torch.equal(image, data[9][0])
+    assert image.dtype == np.uint8 and image.shape == (24, 24, 3) and label == 1
+    assert np.array_equal(image, data[9][0])
     view, label = data.training_view(9, seed=0, epoch=0)
-    assert view.dtype == torch.uint8 and view.shape == (3, 24, 24) and label == 1
-    assert torch.equal(view, data.training_view(9, seed=0, epoch=0)[0])
-    assert not torch.equal(view, data.training_view(9, seed=0, epoch=1)[0])
-    assert not torch.equal(view, data.training_view(9, seed=1, epoch=0)[0])
+    assert view.dtype == np.uint8 and view.shape == (24, 24, 3) and label == 1
+    assert np.array_equal(view, data.training_view(9, seed=0, epoch=0)[0])
+    assert not np.array_equal(view, data.training_view(9, seed=0, epoch=1)[0])
+    assert not np.array_equal(view, data.training_view(9, seed=1, epoch=0)[0])
 
 
 @pytest.mark.parametrize(
@@ -106,33 +105,38 @@ def test_pictures_are_turned_only_where_it_is_asked(tmp_path, make):
         image.save(path, exif=exif)
     stored, turned = dataset(tmp_path), dataset(tmp_path, exif_rotation=True)
     assert stored.pixels(0).shape == (32, 64, 3) and turned.pixels(0).shape == (64, 32, 3)
-    assert torch.equal(torch.rot90(stored[0][0], -1, (1, 2)), turned[0][0])
+    assert np.array_equal(np.rot90(stored[0][0], -1), turned[0][0])
 
 
-@pytest.fixture
-def partly_broken(tmp_path, make):
-    """24 pictures, of which number 5 and those from 16 on cannot be read."""
-    data = dataset(make.folder(tmp_path))
+def break_some(data):
+    """Of 24 pictures, number 5 and those from 16 on cannot be read."""
     for index in (5, *range(16, 24)):
         data.path(index).write_bytes(b"")
     return data
 
 
-def test_another_picture_takes_the_place_of_one_that_cannot_be_read(partly_broken):
+@pytest.fixture
+def partly_broken(tmp_path, make):
+    return break_some(dataset(make.folder(tmp_path), skip_bad=True))
+
+
+@pytest.mark.parametrize("epoch", [2, None])
+def test_another_picture_takes_the_place_of_one_that_cannot_be_read(partly_broken, epoch):
     for index in range(24):
-        view, label, errors = training_view_or_another(partly_broken, index, seed=3, epoch=2)
-        again = training_view_or_another(partly_broken, index, seed=3, epoch=2)
-        assert torch.equal(view, again[0]) and label == again[1]
-        assert [error.path for error in errors] == [error.path for error in again[2]]
+        (view, label), errors = partly_broken.sample(index, 3, epoch)
+        (same_view, same_label), same_errors = partly_broken.sample(index, 3, epoch)
+        assert np.array_equal(view, same_view) and label == same_label
+        assert [error.path for error in errors] == [error.path for error in same_errors]
         assert bool(errors) == (index == 5 or index >= 16)
         if errors:
             assert errors[0].path == str(partly_broken.path(index)) and errors[0].reason == "empty file"
         else:
-            assert torch.equal(view, partly_broken.training_view(index, 3, 2)[0])
+            own = partly_broken[index] if epoch is None else partly_broken.training_view(index, 3, epoch)
+            assert np.array_equal(view, own[0]) and label == own[1]
 
 
 def test_replacements_come_from_the_whole_split_and_change_with_the_epoch(partly_broken):
-    labels = [training_view_or_another(partly_broken, 5, seed=0, epoch=epoch)[1] for epoch in range(60)]
+    labels = [partly_broken.sample(5, 0, epoch)[0][1] for epoch in range(60)]
     # 15 pictures can be read: 7 of class 0 and 8 of class 1.
     assert 18 <= sum(label == 0 for label in labels) <= 38 and set(labels) == {0, 1}
 
@@ -141,7 +145,19 @@ def test_a_data_set_of_which_nothing_can_be_read_is_an_error(partly_broken):
     for index in range(24):
         partly_broken.path(index).unlink(missing_ok=True)
     with pytest.raises(ImageReadError, match="ant_5.JPEG .*no such file"):
-        training_view_or_another(partly_broken, 5, seed=0, epoch=0)
+        partly_broken.sample(5, 0, 0)
+
+
+def test_pictures_of_validation_are_left_out_not_replaced(tmp_path, make):
+    data = break_some(dataset(make.folder(tmp_path, val=(8, 8, 8)), "val", skip_bad=True))
+    assert [index for index in range(24) if data.sample(index, 0, None)[0] is None] == [5, *range(16, 24)]
+
+
+@pytest.mark.parametrize("split, epoch", [("train", 0), ("train", None), ("val", None)])
+def test_unless_they_are_skipped_bad_pictures_are_errors(tmp_path, make, split, epoch):
+    data = break_some(dataset(make.folder(tmp_path, val=(8, 8, 8)), split))
+    with pytest.raises(ImageReadError, match="ant_5.JPEG"):
+        data.sample(5, 0, epoch)
 
 
 def test_file_removed_during_the_run(tmp_path, make):

@@ -33,13 +33,9 @@ class Files:
     def __len__(self):
         return self.num_images
 
-    def __getitem__(self, index):
+    def sample(self, index, seed, epoch):
         self.hook(index)
-        return torch.full((3, 4, 4), index % 256, dtype=torch.uint8), index
-
-    def training_view(self, index, seed, epoch):
-        image, label = self[index]
-        return image + epoch, label
+        return (np.full((4, 4, 3), (index + (epoch or 0)) % 256, np.uint8), index), []
 
 
 def train_loader(dataset, batch=4, **options):

@@ -90,6 +90,7 @@ def _picture_options(layout: DataLayout, config: DataConfig, image_size: int) ->
         "mean": IMAGENET_MEAN,
         "std": IMAGENET_STD,
         "exif_rotation": config.exif_rotation,
+        "skip_bad": config.on_bad_image == "skip",
     }
 
 

@@ -7,6 +7,7 @@ import torch
 from image_classification.config import DataConfig
 from image_classification.data.arrays import ArrayDataset
 from image_classification.data.augment_batches import CutoutTable, InputTransform, cutout
+from image_classification.data.decode import ImageReadError
 from image_classification.data.limits import check_limits
 from image_classification.data.order import cutout_generator, epoch_order, rank_batches
 from image_classification.data.pictures import PictureDataset
@@ -82,6 +83,11 @@ class _Loader:
         if running is not None and not running.stop():
             self._source.close(at_once=True)
 
+    @property
+    def bad_images(self) -> list[ImageReadError]:
+        """The pictures that this rank has skipped so far because they cannot be decoded, each once."""
+        return list(self._source.bad_images.values())
+
     def close(self) -> None:
         """Stops the thread and the loader processes."""
         self._stop_thread()
@@ -121,10 +127,12 @@ class TrainLoader(_Loader):
         device: torch.device,
         memory_format: torch.memory_format,
     ):
+        bad_images = {}
         if becomes_resident(dataset, config):
             everything = torch.arange(len(dataset))
-            dataset = decode_all(dataset, everything, config, training=True, show_progress=rank == 0)
+            dataset, bad_images = decode_all(dataset, everything, config, training=True, show_progress=rank == 0)
         super().__init__(dataset, config, seed, device, memory_format)
+        self._source.bad_images.update(bad_images)
         self._num_images, self._image_size, self._cutout = len(dataset), dataset.image_size, config.cutout
         self._micro_batch_size, self._micro_batches_per_epoch = micro_batch_size, micro_batches_per_epoch
         self._rank, self._world_size, self._seed = rank, world_size, seed
@@ -185,15 +193,22 @@ class EvalLoader(_Loader):
         device: torch.device,
         memory_format: torch.memory_format,
     ):
-        share = torch.arange(len(dataset))[rank::world_size]
+        share, bad_images = torch.arange(len(dataset))[rank::world_size], {}
         if becomes_resident(dataset, config):
-            dataset = decode_all(dataset, share, config, training=False, show_progress=rank == 0)
+            dataset, bad_images = decode_all(dataset, share, config, training=False, show_progress=rank == 0)
             share = torch.arange(len(dataset))
         super().__init__(dataset, config, 0, device, memory_format)
+        self._source.bad_images.update(bad_images)
+        self._num_never_read = len(bad_images)
         self._indices = share.split(batch_size) if len(share) else ()
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def num_left_out(self) -> int:
+        """Images of this rank's share that the latest pass left out because they cannot be decoded."""
+        return self._num_never_read + self._source.num_left_out
 
     def __iter__(self) -> Iterator[Batch]:
         phase = "validation"

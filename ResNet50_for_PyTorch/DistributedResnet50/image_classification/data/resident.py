@@ -8,6 +8,7 @@ from rich.progress import track
 
 from image_classification.config import DataConfig
 from image_classification.data.arrays import ArrayDataset
+from image_classification.data.decode import ImageReadError
 from image_classification.data.pictures import PictureDataset
 from image_classification.data.prefetch import Prefetcher
 from image_classification.data.sources import FileSource
@@ -40,12 +41,15 @@ def stays_on_device(dataset: ArrayDataset, config: DataConfig) -> bool:
 
 def decode_all(
     dataset: PictureDataset, indices: torch.Tensor, config: DataConfig, *, training: bool, show_progress: bool
-) -> ArrayDataset:
+) -> tuple[ArrayDataset, dict[str, ImageReadError]]:
     """Decodes the images of these numbers with `config.workers` processes, in that order.
 
     Args:
         training: crop and mirror them as `small_training_view` does, else leave them as they are.
         show_progress: on a terminal.
+
+    Returns:
+        The images, and those that were skipped because they cannot be decoded, by their paths.
 
     Raises:
         ImageReadError: a picture cannot be decoded.
@@ -75,6 +79,7 @@ def decode_all(
     finally:
         stopped = batches.stop()
         source.close(at_once=not stopped)
-    assert start == len(indices), "a batch is missing"
+    assert start + source.num_left_out == len(indices), "a batch is missing"
+    pixels, labels = pixels[:start].permute(0, 3, 1, 2), labels[:start]
     pad = size // SHIFT_SHARE if training else 0
-    return ArrayDataset(pixels.permute(0, 3, 1, 2), labels, size, dataset.mean, dataset.std, pad, flip=training)
+    return ArrayDataset(pixels, labels, size, dataset.mean, dataset.std, pad, flip=training), source.bad_images

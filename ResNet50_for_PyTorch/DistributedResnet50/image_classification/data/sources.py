@@ -11,7 +11,7 @@ from torch.utils.data._utils import signal_handling
 
 from image_classification.data.arrays import ArrayDataset
 from image_classification.data.augment_batches import CropFlipTable, crop_flip
-from image_classification.data.decode import ImageReadError
+from image_classification.data.decode import ImageReadError, prepare_worker
 from image_classification.data.limits import PREFETCH_FACTOR, dead_worker_line, explain_loader_failure, stalled_line
 from image_classification.data.order import epoch_generator
 from image_classification.data.pictures import PictureDataset
@@ -30,6 +30,8 @@ class ArraySource:
     """
 
     def __init__(self, dataset: ArrayDataset, seed: int, device: torch.device, on_device: bool):
+        self.bad_images: dict[str, ImageReadError] = {}
+        self.num_left_out = 0
         # Batches are gathered image by image, rows of pixels with their channels together.
         pixels = dataset.images.permute(0, 2, 3, 1).contiguous()
         self._pixels = pixels.to(device) if on_device else pixels
@@ -69,10 +71,16 @@ class FileSource:
         device: where the batches go.
         workers: loader processes, 0 for none.
         timeout_seconds: how long to wait for a batch of a loader process; 0 for ever.
+
+    Attributes:
+        bad_images: pictures that were asked for and skipped because they cannot be decoded, by their paths.
+        num_left_out: how many pictures the latest batches lack because of that, so far.
     """
 
     def __init__(self, dataset: PictureDataset, seed: int, device: torch.device, workers: int, timeout_seconds: float):
         self._device, self._timeout_seconds, self._hangs = device, timeout_seconds, False
+        self.bad_images: dict[str, ImageReadError] = {}
+        self.num_left_out, self._replaces = 0, dataset.split == "train"
         self._keys: list[tuple[int | None, np.ndarray]] = []
         self._loader = DataLoader(
             _FileBatches(dataset, seed),
@@ -85,7 +93,7 @@ class FileSource:
             persistent_workers=workers > 0,
             prefetch_factor=PREFETCH_FACTOR if workers else None,
             timeout=timeout_seconds if workers else 0,
-            worker_init_fn=_leave_signals_to_the_rank,
+            worker_init_fn=_start_worker,
             # Without one of its own the DataLoader draws from the caller's.
             generator=torch.Generator(),
         )
@@ -97,6 +105,7 @@ class FileSource:
             ImageReadError: a picture cannot be decoded.
             RuntimeError: a loader process died, or no batch came in time.
         """
+        self.num_left_out = 0
         # As arrays: each tensor that goes to a process takes a file of shared memory.
         self._keys[:] = [(epoch, chosen.numpy()) for chosen in indices]
         # Not when the first batch is asked for: that may be in a thread, and a process that is forked beside the
@@ -113,6 +122,10 @@ class FileSource:
                 return
             if isinstance(batch, ImageReadError):
                 raise batch
+            self.bad_images.update((error.path, error) for error in batch[2])
+            self.num_left_out += 0 if self._replaces else len(batch[2])
+            if not len(batch[1]):
+                continue
             images = batch[0].to(self._device, non_blocking=True)
             # Copied on the CPU too: else labels that somebody keeps hold a file of shared memory open.
             labels = batch[1].to(self._device, non_blocking=True, copy=True)
@@ -152,6 +165,10 @@ class FileSource:
         iterator._shutdown_workers()
 
 
+_FileBatch = tuple[torch.Tensor, torch.Tensor, list[ImageReadError]]
+"""A batch, perhaps without the pictures of val/ that cannot be decoded, and those that could not be."""
+
+
 class _Keys:
     """What DataLoader takes for a sampler: the keys of the next epoch's batches."""
 
@@ -171,7 +188,7 @@ class _FileBatches(Dataset):
     def __init__(self, dataset: PictureDataset, seed: int):
         self._dataset, self._seed = dataset, seed
 
-    def __getitem__(self, key: tuple[int | None, np.ndarray]) -> Batch | ImageReadError:
+    def __getitem__(self, key: tuple[int | None, np.ndarray]) -> _FileBatch | ImageReadError:
         epoch, indices = key
         size = self._dataset.image_size
         pixels = torch.empty((len(indices), size, size, 3), dtype=torch.uint8)
@@ -181,25 +198,28 @@ class _FileBatches(Dataset):
             # same lack loses the batch, and the consumer would wait for it for ever.
             pixels.share_memory_()
             labels.share_memory_()
-        images = pixels.permute(0, 3, 1, 2)
+        # Filled as arrays, which costs a third of what tensors do.
+        views, numbers, filled, bad = pixels.numpy(), labels.numpy(), 0, []
         try:
-            for place, index in enumerate(indices.tolist()):
-                if epoch is None:
-                    images[place], labels[place] = self._dataset[index]
-                else:
-                    images[place], labels[place] = self._dataset.training_view(index, self._seed, epoch)
+            for index in indices.tolist():
+                sample, errors = self._dataset.sample(index, self._seed, epoch)
+                bad += errors
+                if sample is not None:
+                    views[filled], numbers[filled] = sample
+                    filled += 1
         except ImageReadError as error:
             # Raised in the main process: DataLoader would wrap a worker's traceback around the text.
             return error
-        return images, labels
+        return pixels[:filled].permute(0, 3, 1, 2), labels[:filled], bad
 
 
 def _unchanged(batch):
     return batch
 
 
-def _leave_signals_to_the_rank(_worker: int) -> None:
-    """Ctrl-C reaches the whole process group, but the rank decides when its workers stop; it stops them by SIGTERM,
-    which must not run the handler that a forked worker inherits."""
+def _start_worker(_worker: int) -> None:
+    prepare_worker()
+    # Ctrl-C reaches the whole process group, but the rank decides when its workers stop; it stops them by SIGTERM,
+    # which must not run the handler that a forked worker inherits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
