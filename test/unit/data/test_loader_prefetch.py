@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from image_classification.config import DataConfig
-from image_classification.data import ArrayDataset, EvalLoader, TrainLoader, explain_loader_failure
+from image_classification.data import ArrayDataset, EvalLoader, LoaderError, TrainLoader, explain_loader_failure
 from image_classification.data import prefetch as prefetch_module
 from image_classification.data.prefetch import Prefetcher
 
@@ -226,9 +226,9 @@ def test_a_read_that_hangs_ends_the_run(workers, prefetch, monkeypatch):
     train, val = train_loader(Files(24, sleeps), **options), validation(Files(24, sleeps), **options)
     started = time.monotonic()
     try:
-        with pytest.raises(RuntimeError, match=r"^training epoch 3: no batch came for 0.5 s; .*--data_timeout"):
+        with pytest.raises(LoaderError, match=r"^training epoch 3: no batch came for 0.5 s; .*--data_timeout"):
             list(train.epoch(3))
-        with pytest.raises(RuntimeError, match=r"^validation: no batch came for 0.5 s"):
+        with pytest.raises(LoaderError, match=r"^validation: no batch came for 0.5 s"):
             list(val)
     finally:
         train.close()

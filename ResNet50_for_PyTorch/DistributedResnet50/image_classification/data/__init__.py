@@ -11,7 +11,7 @@ from image_classification.data.datasets import Datasets, open_datasets
 from image_classification.data.decode import ImageReadError
 from image_classification.data.folder import FolderDataset
 from image_classification.data.layouts import DataLayout, absolute_path, detect_layout, prepare_data
-from image_classification.data.limits import explain_loader_failure
+from image_classification.data.limits import LoaderError, explain_loader_failure
 from image_classification.data.loader import EvalLoader, TrainLoader, check_loaders
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "EvalLoader",
     "FolderDataset",
     "ImageReadError",
+    "LoaderError",
     "TrainLoader",
     "absolute_path",
     "check_loaders",

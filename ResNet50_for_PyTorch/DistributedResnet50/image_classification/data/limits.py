@@ -22,6 +22,10 @@ _DIED = re.compile(
 _SIGNALS = {signal.strsignal(number): signal.Signals(number) for number in signal.valid_signals() if number < 32}
 
 
+class LoaderError(RuntimeError):
+    """The loader cannot go on: a process died, or no batch came in time. Its text is for the user."""
+
+
 def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, ...]:
     """Compares what the loader processes of this machine need with what it gives, before they are started.
 
@@ -76,7 +80,7 @@ def _open_handles() -> int:
 
 
 def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
 
 
 def _processes(workers: int, num_ranks: int) -> str:

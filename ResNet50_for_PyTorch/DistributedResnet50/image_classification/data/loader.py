@@ -145,7 +145,7 @@ class TrainLoader(_Loader):
 
         Raises:
             ImageReadError: a picture cannot be decoded.
-            RuntimeError: a loader process died, or no batch came for `config.data_timeout` seconds.
+            LoaderError: a loader process died, or no batch came for `config.data_timeout` seconds.
         """
         order = epoch_order(self._seed, epoch, self._num_images)
         batches = rank_batches(

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 
-from image_classification.data.limits import stalled_line
+from image_classification.data.limits import LoaderError, stalled_line
 from mmcls.utils.device import side_stream
 
 PATIENCE_SECONDS = 5.0
@@ -62,12 +62,12 @@ class Prefetcher:
         """The next batch.
 
         Raises:
-            RuntimeError: none came in time.
+            LoaderError: none came in time.
         """
         try:
             batch, mark = self._ready.get(timeout=self._timeout_seconds)
         except queue.Empty:
-            raise RuntimeError(stalled_line(self._phase, self._timeout_seconds)) from None
+            raise LoaderError(stalled_line(self._phase, self._timeout_seconds)) from None
         if batch is None:
             raise StopIteration
         if isinstance(batch, BaseException):

@@ -53,7 +53,7 @@ def decode_all(
 
     Raises:
         ImageReadError: a picture cannot be decoded.
-        RuntimeError: no picture came for `config.data_timeout` seconds.
+        LoaderError: no picture came for `config.data_timeout` seconds.
     """
     size = dataset.image_size
     pixels = torch.empty((len(indices), size, size, 3), dtype=torch.uint8)

@@ -12,7 +12,13 @@ from torch.utils.data._utils import signal_handling
 from image_classification.data.arrays import ArrayDataset
 from image_classification.data.augment_batches import CropFlipTable, crop_flip
 from image_classification.data.decode import ImageReadError, prepare_worker
-from image_classification.data.limits import PREFETCH_FACTOR, dead_worker_line, explain_loader_failure, stalled_line
+from image_classification.data.limits import (
+    PREFETCH_FACTOR,
+    LoaderError,
+    dead_worker_line,
+    explain_loader_failure,
+    stalled_line,
+)
 from image_classification.data.order import epoch_generator
 from image_classification.data.pictures import PictureDataset
 
@@ -103,7 +109,7 @@ class FileSource:
 
         Raises:
             ImageReadError: a picture cannot be decoded.
-            RuntimeError: a loader process died, or no batch came in time.
+            LoaderError: a loader process died, or no batch came in time.
         """
         self.num_left_out = 0
         # As arrays: each tensor that goes to a process takes a file of shared memory.
@@ -137,7 +143,7 @@ class FileSource:
         text = str(error)
         if text.startswith("DataLoader timed out"):
             self._hangs = True
-            return RuntimeError(stalled_line(phase, self._timeout_seconds))
+            return LoaderError(stalled_line(phase, self._timeout_seconds))
         workers = getattr(self._loader._iterator, "_workers", ())
         deadline = time.monotonic() + (1 if isinstance(error, EOFError | OSError) else 0)
         # Where a pipe broke, that its process is gone is seen a moment later.
@@ -145,9 +151,9 @@ class FileSource:
             time.sleep(0.01)
         if dead:
             # A negative exit code is the signal that ended it.
-            return RuntimeError(dead_worker_line(dead[0].pid, max(0, -dead[0].exitcode)))
+            return LoaderError(dead_worker_line(dead[0].pid, max(0, -dead[0].exitcode)))
         line = explain_loader_failure(text)
-        return RuntimeError(line) if line else error
+        return LoaderError(line) if line else error
 
     def close(self, at_once: bool = False) -> None:
         """Stops the loader processes; `at_once` also those that do not answer."""
