@@ -104,6 +104,10 @@ def _raise_stopped(signal_number: int, _frame: object) -> None:
 def _launch_ranks(job: Job) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         _silence(name)
+    # A rank that is ended leaves semaphores of its loader processes. Python's tracker removes them, but would say so
+    # after our last line.
+    filters = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.num_ranks)))
     try:
         failure = _run_agent(job)

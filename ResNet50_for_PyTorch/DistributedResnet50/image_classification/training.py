@@ -164,8 +164,10 @@ def epoch_seed(seed: int, epoch: int, rank: int) -> int:
 def validate(state: TrainState, loader: EvalLoader, num_images: int) -> Metrics:
     """Validates the unwrapped network on all images of all ranks, none twice and none left out.
 
+    Those that the loader could not decode and was told to skip are missing in the count, and in nothing else.
+
     Raises:
-        RuntimeError: the number of images seen is not `num_images`.
+        RuntimeError: the number of images seen and skipped is not `num_images`.
     """
     state.module.eval()
     sums = MetricSums.zeros(state.device)
@@ -175,8 +177,9 @@ def validate(state: TrainState, loader: EvalLoader, num_images: int) -> Metrics:
         sums.add(cross_entropy(logits, labels), logits, labels)
     sum_over_ranks(sums.values)
     metrics = sums.averages()
-    if metrics.count != num_images:
-        raise RuntimeError(f"validated {metrics.count} images of {num_images}")
+    skipped = sum_over_ranks(torch.tensor([loader.num_left_out], device=state.device)).item()
+    if metrics.count + skipped != num_images:
+        raise RuntimeError(f"validated {metrics.count} images of {num_images}, {skipped} skipped")
     return metrics
 
 
@@ -188,6 +191,7 @@ def fit(
     *,
     observer: Observer | None = None,
     save: Callable[[TrainState, bool], None] | None = None,
+    after_validation: Callable[[], None] | None = None,
     step_function: StepFunction = train_step,
 ) -> None:
     """Trains epoch after epoch until the plan is fulfilled, validating and saving after each.
@@ -198,6 +202,7 @@ def fit(
     Args:
         observer: told about each step and epoch; given on one rank only.
         save: called after each epoch with whether it is the best so far; given on one rank only.
+        after_validation: called after each epoch before the two above; may communicate, so given on all ranks.
         step_function: the training step; another one with the signature of `train_step` may be passed.
     """
     while state.step < plan.total_steps:
@@ -207,6 +212,8 @@ def fit(
         validation = validate(state, val_loader, plan.num_val_images)
         # The last update of an epoch shows in no training loss of that epoch.
         check_finite(validation.loss, f"validation loss of epoch {epoch}")
+        if after_validation:
+            after_validation()
         is_best = validation.top1_percent > state.best[0]
         if is_best:
             state.best = (validation.top1_percent, epoch)

@@ -3,8 +3,10 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +34,7 @@ from mmcls.utils.ascend_errors import explain, is_busy
 from mmcls.utils.device import seed_everything, set_device, use_full_float32
 from mmcls.utils.distribution import (
     destroy_process_group,
+    gather_over_ranks,
     get_rank,
     get_world_size,
     init_process_group,
@@ -96,6 +99,8 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
     try:
         if config.run.evaluate:
             validation = validate(state, val_loader, plan.num_val_images)
+            if config.data.on_bad_image == "skip":
+                report_bad_images([val_loader], reporter)
             if reporter:
                 reporter.evaluation_done(validation)
         else:
@@ -130,11 +135,22 @@ def _train(
         reporter.training_started(state)
     try:
         save = checkpoint_writer(config, plan, datasets.class_names, reporter.folder) if reporter else None
-        fit(state, train_loader, val_loader, plan, observer=reporter, save=save)
+        collect = None
+        if config.data.on_bad_image == "skip":
+            collect = partial(report_bad_images, [train_loader, val_loader], reporter)
+        fit(state, train_loader, val_loader, plan, observer=reporter, save=save, after_validation=collect)
     finally:
         train_loader.close()
     if reporter:
         reporter.run_done(state)
+
+
+def report_bad_images(loaders: Sequence[TrainLoader | EvalLoader], reporter: Reporter | None) -> None:
+    """Tells the reporter which pictures any rank has skipped so far; called on every rank."""
+    own = [(error.path, error.reason) for loader in loaders for error in loader.bad_images]
+    found = gather_over_ranks(own)
+    if reporter:
+        reporter.bad_images_found(dict(chain(*found)))
 
 
 def _loader_options(config: TrainConfig, device: torch.device) -> dict:

@@ -9,7 +9,7 @@ loader     batches for one rank, from sources (in memory or files), some ahead (
 from image_classification.data.arrays import ArrayDataset
 from image_classification.data.datasets import Datasets, open_datasets
 from image_classification.data.decode import ImageReadError
-from image_classification.data.folder import FolderDataset
+from image_classification.data.folder import FolderDataset, printable
 from image_classification.data.layouts import DataLayout, absolute_path, detect_layout, prepare_data
 from image_classification.data.limits import LoaderError, explain_loader_failure
 from image_classification.data.loader import EvalLoader, TrainLoader, check_loaders
@@ -29,4 +29,5 @@ __all__ = [
     "explain_loader_failure",
     "open_datasets",
     "prepare_data",
+    "printable",
 ]
