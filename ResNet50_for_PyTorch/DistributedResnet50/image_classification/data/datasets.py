@@ -100,7 +100,9 @@ def _open_cifar(layout: DataLayout, image_size: int) -> Datasets:
 
     def open_split(split: str, pad: int, flip: bool) -> ArrayDataset:
         images, labels = cifar.read_folder(layout.path, version, split)
-        return ArrayDataset(torch.from_numpy(images), torch.from_numpy(labels), image_size, mean, std, pad, flip)
+        # The order in memory that batches are gathered in: else the loader would hold a second copy.
+        images = torch.from_numpy(images).contiguous(memory_format=torch.channels_last)
+        return ArrayDataset(images, torch.from_numpy(labels), image_size, mean, std, pad, flip)
 
     train = open_split("train", cifar.IMAGE_SIDE // SHIFT_SHARE, flip=True)
     val = open_split("val", 0, flip=False)
