@@ -222,7 +222,17 @@ def test_verify_names_what_is_damaged(tmp_path, source, capsys):
     assert last.startswith(f"error: --data_path={out}: 2 of ") and f"{first.name}, {second.name}; copy" in last
 
 
-def test_verify_decodes_and_compares_labels(tmp_path, source, capsys, monkeypatch):
+def test_verify_compares_the_index(tmp_path, source, capsys):
+    out = tmp_path / "out"
+    pack(str(source), str(out), SMALL_SHARDS, workers=1)
+    content = bytearray((out / "val.index.npy").read_bytes())
+    content[-1] ^= 1
+    (out / "val.index.npy").write_bytes(content)
+    assert run("verify", f"--data_path={out}", "--workers=1") == 2
+    assert "val.index.npy: its SHA-256 is not that of the manifest" in capsys.readouterr().err
+
+
+def test_verify_decodes(tmp_path, source, capsys, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         # A pack that stores half of each file, and says that all is well.

@@ -10,8 +10,8 @@ from image_classification.data.arrays import ArrayDataset
 from image_classification.data.folder import FolderDataset
 from image_classification.data.layouts import DataLayout
 from image_classification.data.pictures import PictureDataset
+from image_classification.data.records.dataset import RecordDataset
 from image_classification.data.records.manifest import read_manifest
-from mmcls.utils.errors import RequestError
 
 # Mean and deviation of each channel over the training images, as they are published and used everywhere.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -71,11 +71,6 @@ def _open_folder(layout: DataLayout, config: DataConfig, image_size: int) -> Dat
 
 
 def _open_records(layout: DataLayout, config: DataConfig, image_size: int) -> Datasets:
-    try:
-        # Here, because pyarrow is 45 MB of memory in each process, and only records need it.
-        from image_classification.data.records.dataset import RecordDataset
-    except ImportError as error:
-        raise RequestError(f"--data_path={layout.path}", f"pyarrow: {error}", "pip install pyarrow") from error
     manifest = read_manifest(layout.path)
     options = _picture_options(layout, config, image_size)
     train = RecordDataset(layout.path, "train", manifest.classes, manifest.train, **options)

@@ -49,11 +49,13 @@ class SplitEntry:
     Args:
         class_counts: pictures of each class; they lie in the order of the classes.
         left_out: pictures that could not be read.
+        index_sha256: of the file that says where the pictures lie in the shards.
         shards: in the order of the pictures.
     """
 
     class_counts: tuple[int, ...]
     left_out: int
+    index_sha256: str
     shards: tuple[ShardEntry, ...]
 
     @property
@@ -85,6 +87,11 @@ class Manifest:
     source_sha256: str
     train: SplitEntry
     val: SplitEntry
+
+
+def index_file(split: str) -> str:
+    """The name of the file that says where the pictures of a split lie in its shards."""
+    return f"{split}.index.npy"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -155,14 +162,14 @@ def _from_json(content: dict) -> Manifest:
 
 def _split_from_json(content: dict) -> SplitEntry:
     shards = tuple(ShardEntry(**shard) for shard in content["shards"])
-    split = SplitEntry(tuple(content["class_counts"]), content["left_out"], shards)
+    split = SplitEntry(tuple(content["class_counts"]), content["left_out"], content["index_sha256"], shards)
     if split.images != sum(shard.images for shard in shards):
         raise ValueError("the counts of classes and shards differ")
     return split
 
 
 def _check_shards(folder: Path, manifest: Manifest) -> None:
-    wrong = []
+    wrong = [f"{name} is missing" for name in map(index_file, ("train", "val")) if not (folder / name).exists()]
     for shard in (*manifest.train.shards, *manifest.val.shards):
         path = folder / shard.file
         size = path.stat().st_size if path.exists() else None

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from image_classification.data.decode import DecodeError, read_file
 from image_classification.data.folder import FolderDataset, scan_folders, shorten
 from image_classification.data.layouts import absolute_path, detect_layout
+from image_classification.data.records.index import file_sha256
 from image_classification.data.records.manifest import (
     BAD_FILES,
     MANIFEST,
@@ -21,6 +24,7 @@ from image_classification.data.records.manifest import (
     ShardEntry,
     SplitEntry,
     StoreOptions,
+    index_file,
     read_manifest,
     write_manifest,
 )
@@ -28,6 +32,7 @@ from image_classification.data.records.plan import (
     FinishedShard,
     Plan,
     ShardTask,
+    index_part,
     open_plan,
     read_finished,
     relative_name,
@@ -35,7 +40,7 @@ from image_classification.data.records.plan import (
     write_finished,
 )
 from image_classification.data.records.processes import Advance, run_tasks
-from image_classification.data.records.shards import Record, file_sha256, write_shard
+from image_classification.data.records.shards import Record, read_index, write_shard
 from image_classification.data.records.store import stored_bytes
 from mmcls.utils.errors import RequestError
 
@@ -48,7 +53,7 @@ class ShardWork:
 
     Args:
         out: the records folder.
-        file: the shard's name in it.
+        task: the shard.
         root: train/ or val/ of the image folder.
         names: of the pictures, below root.
         labels: theirs.
@@ -56,7 +61,7 @@ class ShardWork:
     """
 
     out: Path
-    file: str
+    task: ShardTask
     root: Path
     names: tuple[str, ...]
     labels: tuple[int, ...]
@@ -94,7 +99,7 @@ def pack(
     with _alone(target):
         plan = open_plan(target, splits, options, digest)
         finished = _make_shards(target, plan, splits, workers, on_bad_image == "skip")
-        entries = {split: _split_entry(split, len(splits[split].class_names), plan, finished) for split in splits}
+        entries = {split: _split_entry(target, dataset, plan, finished) for split, dataset in splits.items()}
         for split, entry in entries.items():
             if not entry.images:
                 raise RequestError(f"--data_path={source}", f"no image of {split}/ can be read", "replace them")
@@ -202,28 +207,28 @@ def make_shard(work: ShardWork, advance: Advance) -> FinishedShard:
                 yield Record(stored, label, name)
             advance()
 
-    temporary = work.out / UNFINISHED / work.file
+    file = work.task.file
+    temporary = work.out / UNFINISHED / file
     try:
         images = write_shard(temporary, records())
-        entry = ShardEntry(work.file, images, temporary.stat().st_size, file_sha256(temporary))
+        entry = ShardEntry(file, images, temporary.stat().st_size, file_sha256(temporary))
         shard = FinishedShard(entry, dict(counts), tuple(bad))
         if bad and not work.skip_bad:
             temporary.unlink()
         else:
-            temporary.replace(work.out / work.file)
+            _save(index_part(work.out, file), read_index(temporary, work.task.number)[0])
+            temporary.replace(work.out / file)
             write_finished(work.out, shard)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise RequestError(
-            f"--out={work.out}", f"cannot write {work.file}: {error.strerror or error}", CONTINUE
-        ) from error
+        raise RequestError(f"--out={work.out}", f"cannot write {file}: {error.strerror or error}", CONTINUE) from error
     return shard
 
 
 def _work(target: Path, task: ShardTask, dataset: FolderDataset, options: StoreOptions, skip_bad: bool) -> ShardWork:
     names = tuple(relative_name(dataset, index) for index in range(task.start, task.stop))
     labels = tuple(dataset.labels[task.start : task.stop].tolist())
-    return ShardWork(target, task.file, dataset.root, names, labels, options, skip_bad)
+    return ShardWork(target, task, dataset.root, names, labels, options, skip_bad)
 
 
 def _check_space(target: Path, plan: Plan, done_bytes: int) -> None:
@@ -243,13 +248,28 @@ def _bad_pictures(bad: tuple[tuple[str, str], ...]) -> RequestError:
     )
 
 
-def _split_entry(split: str, num_classes: int, plan: Plan, finished: dict[str, FinishedShard]) -> SplitEntry:
+def _split_entry(target: Path, dataset: FolderDataset, plan: Plan, finished: dict[str, FinishedShard]) -> SplitEntry:
+    """Puts the shards of a split together, and writes its index."""
+    split = dataset.split
     shards = [finished[task.file] for task in plan.tasks if task.split == split]
     counts = Counter()
     for shard in shards:
         counts.update(shard.class_counts)
-    class_counts = tuple(counts[label] for label in range(num_classes))
-    return SplitEntry(class_counts, sum(len(shard.bad) for shard in shards), tuple(shard.entry for shard in shards))
+    index = target / index_file(split)
+    _save(index, np.concatenate([np.load(index_part(target, shard.entry.file)) for shard in shards]))
+    return SplitEntry(
+        tuple(counts[label] for label in range(len(dataset.class_names))),
+        sum(len(shard.bad) for shard in shards),
+        file_sha256(index),
+        tuple(shard.entry for shard in shards),
+    )
+
+
+def _save(path: Path, index: np.ndarray) -> None:
+    with path.open("wb") as file:
+        np.save(file, index)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_bad_files(target: Path, bad: list[tuple[str, str]]) -> None:

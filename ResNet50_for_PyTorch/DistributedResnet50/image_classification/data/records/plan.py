@@ -29,11 +29,13 @@ class ShardTask:
 
     Args:
         split: train or val.
+        number: its place among the shards of the split.
         file: its name in the records folder.
         start, stop: its pictures in the order of the split.
     """
 
     split: str
+    number: int
     file: str
     start: int
     stop: int
@@ -100,7 +102,7 @@ def make_plan(splits: dict[str, FolderDataset], options: StoreOptions, digest: s
         num_shards = -(-len(dataset) // per_shard)
         bounds = np.linspace(0, len(dataset), num_shards + 1).astype(int).tolist()
         tasks += [
-            ShardTask(split, f"{split}-{number:05d}{ENDING}", start, stop)
+            ShardTask(split, number, f"{split}-{number:05d}{ENDING}", start, stop)
             for number, (start, stop) in enumerate(pairwise(bounds))
         ]
     return Plan(digest, options, int(total * each), tuple(tasks))
@@ -129,6 +131,11 @@ def open_plan(out: Path, splits: dict[str, FolderDataset], options: StoreOptions
     return Plan(digest, options, content["stored_bytes"], tasks)
 
 
+def index_part(out: Path, file: str) -> Path:
+    """Where the rows of the index that belong to a shard wait for the others."""
+    return out / UNFINISHED / f"{file}.index.npy"
+
+
 def write_finished(out: Path, finished: FinishedShard) -> None:
     """Notes that a shard is complete; the last thing that is done for it."""
     write_json(_note(out, finished.entry.file), asdict(finished))
@@ -137,7 +144,7 @@ def write_finished(out: Path, finished: FinishedShard) -> None:
 def read_finished(out: Path, task: ShardTask) -> FinishedShard | None:
     """The shard of a task, if it is complete."""
     note, path = _note(out, task.file), out / task.file
-    if not note.exists() or not path.exists():
+    if not (note.exists() and path.exists() and index_part(out, task.file).exists()):
         return None
     content = json.loads(note.read_text(encoding="ascii"))
     entry = ShardEntry(**content["entry"])

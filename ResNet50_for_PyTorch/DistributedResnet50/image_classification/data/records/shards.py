@@ -1,28 +1,33 @@
-"""The files of a records folder: Arrow IPC files with a picture a record batch, so any of them is read by its number.
+"""The files of a records folder: Arrow IPC files that hold the pictures.
 
-Columns: `image`, the bytes of the picture's file; `crc32` of these; `label`; `name`, the path of the file below train/
-or val/, in the bytes of the file system.
+Columns of a shard: `image`, the bytes of the picture's file; `crc32` of these; `label`; `name`, the path of the file
+below train/ or val/, in the bytes of the file system.
+
+Reading them in training is left to index: Arrow would have each process read all of a shard from the disk first.
 """
 
-import hashlib
+import mmap
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow
 
 from image_classification.data.decode import DecodeError
+from image_classification.data.records.index import INDEX_ROW, failure_reason
 
 ENDING = ".arrow"
 _SCHEMA = pyarrow.schema(
     [("image", pyarrow.binary()), ("crc32", pyarrow.uint32()), ("label", pyarrow.int32()), ("name", pyarrow.binary())]
 )
 _IMAGE, _CRC32, _LABEL, _NAME = range(4)
-# A picture is one small read: threads would cost more than they bring.
-_READ_OPTIONS = pyarrow.ipc.IpcReadOptions(use_threads=False)
-_HASHED_BYTES = 2**20
+_ARROW_ERRORS = (OSError, ValueError, KeyError, MemoryError, pyarrow.ArrowException)
+"""What pyarrow raises for damaged files."""
+_BATCH_BYTES = 16 * 2**20
+"""Pictures are gathered in memory until they are so large, then written as a record batch."""
 
 
 class Record(NamedTuple):
@@ -39,72 +44,82 @@ def write_shard(path: Path, records: Iterable[Record]) -> int:
     Raises:
         OSError: it cannot be written; what has been written has no index and is no shard.
     """
-    count = 0
+    count, rows, size = 0, [], 0
     with path.open("wb") as file:
         with pyarrow.ipc.new_file(file, _SCHEMA) as writer:
             for image, label, name in records:
-                row = ([image], [zlib.crc32(image)], [label], [os.fsencode(name)])
-                writer.write_batch(pyarrow.record_batch(list(map(pyarrow.array, row, _SCHEMA.types)), schema=_SCHEMA))
-                count += 1
+                rows.append((image, zlib.crc32(image), label, os.fsencode(name)))
+                count, size = count + 1, size + len(image)
+                if size >= _BATCH_BYTES:
+                    writer.write_batch(_batch(rows))
+                    rows, size = [], 0
+            if rows:
+                writer.write_batch(_batch(rows))
         file.flush()
         os.fsync(file.fileno())
     return count
 
 
-class Shard:
-    """A shard, open for reading.
+def _batch(rows: list[tuple]) -> pyarrow.RecordBatch:
+    return pyarrow.record_batch(list(map(pyarrow.array, zip(*rows), _SCHEMA.types)), schema=_SCHEMA)
+
+
+def read_index(path: Path, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Finds the pictures of a shard.
+
+    Args:
+        number: the shard's, for the index.
+
+    Returns:
+        The rows of the index, `[N]` of INDEX_ROW, and the labels, `[N]`, int32.
 
     Raises:
-        DecodeError: it is missing or damaged; so do the methods for a record that is.
+        DecodeError: the shard is missing or damaged.
     """
-
-    def __init__(self, path: Path):
-        try:
-            # The bytes of the name: pyarrow takes strings in UTF-8 only.
-            self._file = pyarrow.ipc.open_file(pyarrow.OSFile(os.fsencode(path)), options=_READ_OPTIONS)
-        except (OSError, ValueError, MemoryError) as error:
-            raise DecodeError(_damaged(error)) from error
-
-    def __len__(self) -> int:
-        return self._file.num_record_batches
-
-    def image(self, row: int) -> bytes:
-        """The bytes of a picture's file, compared with their checksum."""
-        batch = self._batch(row)
-        image = batch.column(_IMAGE)[0].as_py()
-        if zlib.crc32(image) != batch.column(_CRC32)[0].as_py():
-            raise DecodeError("damaged: wrong checksum")
-        return image
-
-    def label(self, row: int) -> int:
-        """A picture's label."""
-        return self._batch(row).column(_LABEL)[0].as_py()
-
-    def name(self, row: int) -> str:
-        """The path that a picture had below train/ or val/."""
-        return os.fsdecode(self._batch(row).column(_NAME)[0].as_py())
-
-    def _batch(self, row: int) -> pyarrow.RecordBatch:
-        try:
-            batch = self._file.get_batch(row)
-            # Without it, damaged lengths would be followed to memory of others.
-            batch.validate()
-        except (OSError, ValueError, MemoryError) as error:
-            raise DecodeError(_damaged(error)) from error
-        if batch.num_rows != 1 or batch.schema != _SCHEMA:
-            raise DecodeError("damaged: not the record of a picture")
-        return batch
+    rows, labels = [np.empty(0, INDEX_ROW)], [np.empty(0, np.int32)]
+    try:
+        with path.open("rb") as opened:
+            file = pyarrow.py_buffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        for batch in _batches(file):
+            _, ends, images = batch.column(_IMAGE).buffers()
+            ends = np.frombuffer(ends, np.int32, batch.num_rows + 1)
+            found = np.empty(batch.num_rows, INDEX_ROW)
+            found["start"] = images.address - file.address + ends[:-1].astype(np.int64)
+            found["length"], found["crc32"], found["shard"] = np.diff(ends), batch.column(_CRC32), number
+            rows.append(found)
+            labels.append(np.array(batch.column(_LABEL)))
+    except _ARROW_ERRORS as error:
+        raise DecodeError(failure_reason(error)) from error
+    return np.concatenate(rows), np.concatenate(labels)
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASHED_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+def read_name(path: Path, row: int) -> str:
+    """The path that a picture of a shard had below train/ or val/.
+
+    Raises:
+        DecodeError: the shard is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            for batch in _batches(file, pyarrow.ipc.IpcReadOptions(included_fields=[_NAME])):
+                if row < batch.num_rows:
+                    return os.fsdecode(batch.column("name")[row].as_py())
+                row -= batch.num_rows
+    except _ARROW_ERRORS as error:
+        raise DecodeError(failure_reason(error)) from error
+    raise DecodeError("damaged: too few records")
 
 
-def _damaged(error: Exception) -> str:
-    # pyarrow raises OSError both for what the system says, with its number, and for what the file holds.
-    return os.strerror(error.errno) if getattr(error, "errno", None) else f"damaged: {' '.join(str(error).split())}"
+def _batches(
+    file: pyarrow.Buffer | BinaryIO, options: pyarrow.ipc.IpcReadOptions | None = None
+) -> Iterator[pyarrow.RecordBatch]:
+    """The record batches of a file; everything that is followed to find the values is checked."""
+    reader = pyarrow.ipc.open_file(file, options=options)
+    if options is None and reader.schema != _SCHEMA:
+        raise ValueError("not a shard of pictures")
+    for number in range(reader.num_record_batches):
+        batch = reader.get_batch(number)
+        batch.validate(full=True)
+        if any(column.null_count for column in batch.columns):
+            raise ValueError("values are missing")
+        yield batch

@@ -10,9 +10,10 @@ import numpy as np
 from image_classification.data.decode import DecodeError, Picture
 from image_classification.data.folder import shorten
 from image_classification.data.layouts import absolute_path
-from image_classification.data.records.manifest import Manifest, ShardEntry, read_manifest
+from image_classification.data.records.index import file_sha256, read_image
+from image_classification.data.records.manifest import Manifest, ShardEntry, SplitEntry, index_file, read_manifest
 from image_classification.data.records.processes import Advance, run_tasks
-from image_classification.data.records.shards import Shard, file_sha256
+from image_classification.data.records.shards import read_index
 from mmcls.utils.errors import RequestError
 
 PROBLEMS_SHOWN = 5
@@ -20,10 +21,19 @@ PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """A shard to read, what the manifest says about it, and the labels that its pictures should have."""
+    """A shard to read, and what it should be.
+
+    Args:
+        number: its place among the shards of the split.
+        entry: what the manifest says about it.
+        index: `[N]` its rows of the index.
+        labels: `[N]` of its pictures.
+    """
 
     path: Path
+    number: int
     entry: ShardEntry
+    index: np.ndarray
     labels: np.ndarray
 
 
@@ -71,25 +81,36 @@ def check_shard(check: ShardCheck, advance: Advance) -> tuple[str, list[str]]:
     try:
         if file_sha256(check.path) != check.entry.sha256:
             problems.append(f"{check.path}: its SHA-256 is not that of the manifest")
-        shard = Shard(check.path)
+        index, labels = read_index(check.path, check.number)
+        if not (np.array_equal(index, check.index) and np.array_equal(labels, check.labels)):
+            problems.append(f"{check.path}: index or labels do not fit")
+        with check.path.open("rb") as file:
+            for row, place in enumerate(index):
+                try:
+                    Picture(read_image(file, place)).pixels()
+                except DecodeError as error:
+                    problems.append(f"{check.path}, record {row}: {error}")
+                advance()
     except (OSError, DecodeError) as error:
-        return check.entry.file, [*problems, f"{check.path}: {error}"]
-    if len(shard) != check.entry.images:
-        problems.append(f"{check.path}: holds {len(shard)} images, expected {check.entry.images}")
-    for row, label in enumerate(check.labels[: len(shard)].tolist()):
-        try:
-            Picture(shard.image(row)).pixels()
-            if shard.label(row) != label:
-                raise DecodeError(f"its label is {shard.label(row)}, expected {label}")
-        except DecodeError as error:
-            problems.append(f"{check.path}, record {row}: {error}")
-        advance()
+        problems.append(f"{check.path}: {error}")
     return check.entry.file, problems
 
 
 def _checks(folder: Path, manifest: Manifest) -> Iterator[ShardCheck]:
-    for split in (manifest.train, manifest.val):
-        labels, start = np.repeat(np.arange(len(manifest.classes)), split.class_counts), 0
-        for entry in split.shards:
-            yield ShardCheck(folder / entry.file, entry, labels[start : start + entry.images])
-            start += entry.images
+    for name, split in (("train", manifest.train), ("val", manifest.val)):
+        labels, index = (
+            np.repeat(np.arange(len(manifest.classes)), split.class_counts),
+            _load_index(folder, name, split),
+        )
+        start = 0
+        for number, entry in enumerate(split.shards):
+            stop = start + entry.images
+            yield ShardCheck(folder / entry.file, number, entry, index[start:stop], labels[start:stop])
+            start = stop
+
+
+def _load_index(folder: Path, name: str, split: SplitEntry) -> np.ndarray:
+    path = folder / index_file(name)
+    if file_sha256(path) != split.index_sha256:
+        raise RequestError(f"{path}", "its SHA-256 is not that of the manifest", "copy it again or pack again")
+    return np.load(path, mmap_mode="r")
