@@ -9,6 +9,7 @@ import platform
 import random
 import resource
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -194,6 +195,42 @@ def synchronize(device: torch.device) -> None:
     module = _module(device.type)
     if module is not None:
         module.synchronize(device)
+
+
+class SideStream:
+    """A second queue of work on a card, for what runs beside the training step; used from one thread.
+
+    Work inside `with stream:` is queued there, after what was queued before the stream was made.
+    """
+
+    def __init__(self, device: torch.device):
+        self._module, self._device = _module(device.type), device
+        self._stream = self._module.Stream(device=device)
+        self._stream.wait_stream(self._module.current_stream(device))
+
+    def __enter__(self) -> None:
+        self._context = self._module.stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._context.__exit__(*error)
+
+    def mark(self) -> torch.Event:
+        """A mark behind the work that was queued so far."""
+        return self._stream.record_event()
+
+    def hand_over(self, mark: torch.Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets the caller's stream use tensors of this one: it waits for the mark, the host does not."""
+        current = self._module.current_stream(self._device)
+        current.wait_event(mark)
+        for tensor in tensors:
+            # Else their memory could be given out again while that stream still reads it.
+            tensor.record_stream(current)
+
+
+def side_stream(device: torch.device) -> SideStream | None:
+    """A side stream of a card; None for the CPU."""
+    return None if _module(device.type) is None else SideStream(device)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ _FORWARD_SYNC = next(
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
 NORM_BUFFERS = ("running_mean", "running_var")
+
+T = TypeVar("T")
 
 
 def started_as_rank() -> bool:
@@ -68,6 +71,15 @@ def min_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return tensor
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Collects an object of each rank, in the order of the ranks, on every rank; it is pickled on its way."""
+    if not dist.is_initialized():
+        return [value]
+    values: list = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def same_on_all_ranks(value: int, device: torch.device) -> bool:

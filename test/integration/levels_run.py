@@ -81,8 +81,8 @@ def main(device_type: str, path: Path) -> None:
     device = set_device(device_type, 0)
     use_full_float32(device)
     data = open_datasets(detect_layout("digits"), DataConfig(), SIZE).train
-    loader = TrainLoader(data, micro_batch_size=BATCH, micro_batches_per_epoch=STEPS, rank=0, world_size=1, seed=0,
-                         device=device, workers=0, memory_format=torch.contiguous_format)  # fmt: skip
+    loader = TrainLoader(data, DataConfig(workers=0), micro_batch_size=BATCH, micro_batches_per_epoch=STEPS, rank=0, world_size=1, seed=0,
+                         device=device, memory_format=torch.contiguous_format)  # fmt: skip
     results = []
     for half in ("float16", "bfloat16") if supports_bfloat16(device_type) else ("float16",):
         for level in ("O1", "O2", "O3"):

@@ -118,9 +118,10 @@ def train_two_epochs(device: torch.device, config: PrecisionConfig, folder: Path
     state = make_state(device, config)
     data = open_datasets(replace(detect_layout("synthetic"), num_classes=10), CONFIG.data, 8)
     plan = resolve(CONFIG, get_world_size(), len(data.train), len(data.val))
-    common = {"rank": get_rank(), "world_size": get_world_size(), "device": device, "workers": 0,
+    common = {"rank": get_rank(), "world_size": get_world_size(), "device": device,
               "memory_format": torch.contiguous_format}  # fmt: skip
-    train = TrainLoader(data.train, micro_batch_size=8, micro_batches_per_epoch=plan.steps_per_epoch, seed=0, **common)
+    steps = plan.steps_per_epoch
+    train = TrainLoader(data.train, CONFIG.data, micro_batch_size=8, micro_batches_per_epoch=steps, seed=0, **common)
     reporter = Reporter(CONFIG, plan, 10, device, time.time()) if get_rank() == 0 else None
     if reporter:
         reporter.open(folder / f"{config.opt_level} {config.half_type}", [], [])
@@ -128,7 +129,8 @@ def train_two_epochs(device: torch.device, config: PrecisionConfig, folder: Path
     watch, before = Watch(reporter), flat(state.module.parameters())
     zeros = torch.zeros(8, 3, 8, 8, device=device)
     fix_summation_order(state, zeros, torch.zeros(8, dtype=torch.int64, device=device))
-    fit(state, train, EvalLoader(data.val, batch_size=8, **common), plan, observer=watch, check_every=PRINT_FREQ)
+    val = EvalLoader(data.val, CONFIG.data, batch_size=8, **common)
+    fit(state, train, val, plan, observer=watch, check_every=PRINT_FREQ)
     moved = (flat(state.module.parameters()) - before).abs().max().item()
     return {"steps": watch.steps, "differences": watch.differences, "moved": moved}
 

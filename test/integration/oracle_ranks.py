@@ -17,8 +17,9 @@ from mmcls.utils.distribution import average_norm_statistics, wrap_distributed_m
 pictures, weights, output = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, world_size, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-common = {"rank": rank, "world_size": world_size, "device": cpu, "workers": 0, "memory_format": torch.contiguous_format}
-data = open_datasets(detect_layout(pictures), DataConfig(data_path=pictures), 40)
+common = {"rank": rank, "world_size": world_size, "device": cpu, "memory_format": torch.contiguous_format}
+config = DataConfig(data_path=pictures, workers=0)
+data = open_datasets(detect_layout(pictures), config, 40)
 module = build_resnet("resnet18", 3, stem="cifar", width_multiplier=0.125)
 module.load_state_dict(torch.load(weights))
 precision = make_precision(PrecisionConfig(), module, build_optimizer(module, OptimConfig(), 0.1), cpu)
@@ -33,13 +34,13 @@ state = TrainState(
 )
 results = {}
 for batch_size in (1, 4, 7, 16):
-    loader = EvalLoader(data.val, batch_size=batch_size, **common)
+    loader = EvalLoader(data.val, config, batch_size=batch_size, **common)
     metrics = validate(state, precision.weights(), loader, len(data.val))
     results[f"top1 at batch {batch_size}"] = metrics.top1_percent
     results[f"count at batch {batch_size}"] = metrics.count
 
 batches = 24 // (2 * world_size)
-loader = TrainLoader(data.train, micro_batch_size=2, micro_batches_per_epoch=batches, seed=0, **common)
+loader = TrainLoader(data.train, config, micro_batch_size=2, micro_batches_per_epoch=batches, seed=0, **common)
 module.train()
 for batch in loader.epoch(0):
     train_step(state, [batch])

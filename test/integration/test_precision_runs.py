@@ -120,7 +120,7 @@ def test_saved_weights_of_o2_are_torchvisions_and_score_what_the_log_says(tmp_pa
     network.load_state_dict(weights, strict=True)
     layout = replace(detect_layout("synthetic"), num_classes=4)
     data = open_datasets(layout, DataConfig(synthetic_images=16), 32).val
-    loader = EvalLoader(data, batch_size=8, rank=0, world_size=1, device=torch.device("cpu"), workers=0,
+    loader = EvalLoader(data, DataConfig(workers=0), batch_size=8, rank=0, world_size=1, device=torch.device("cpu"),
                         memory_format=torch.contiguous_format)  # fmt: skip
     images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
     with torch.no_grad():

@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from image_classification.checkpoint import LAST
-from image_classification.data import ImageReadError
+from image_classification.data import ImageReadError, LoaderError
+from image_classification.data.limits import dead_worker_line
 from image_classification.outcome import Failure, conclude, describe, first_failure, leave_word, stopped
 from image_classification.worker import RUN_FOLDER_FILE
 from mmcls.utils.errors import DivergenceError, RequestError
@@ -28,6 +29,8 @@ def raised(error, rank=0):
         (DivergenceError("the loss is nan"), 3, "the loss is nan"),
         (ImageReadError("/d/a.JPEG", "cat", "train", "truncated"), 1,
          "cannot read image /d/a.JPEG (class cat, train): truncated"),
+        (LoaderError("validation: no batch came for 5 s"), 1, "validation: no batch came for 5 s"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), 1, dead_worker_line(7, 9)),
         (ValueError("two\nlines  of text"), 1, "ValueError: two lines of text"),
         (MemoryError(), 1, "MemoryError: "),
     ],

@@ -371,3 +371,12 @@ def test_what_an_optimizers_state_consists_of_must_stay(tmp_path, options):
 
 def test_an_unchanged_run_is_resumed_without_remarks(tmp_path):
     assert not [note for note in job_of(resume=saved(tmp_path)).notes if note.startswith("not as in the run")]
+
+
+def test_shared_memory_is_looked_at_before_any_rank_is_started(monkeypatch):
+    asked = []
+    monkeypatch.setattr(preflight, "check_loaders", lambda *arguments: asked.append(arguments) or ("warning: tight",))
+    job = job_of(nproc_per_node=2)
+    assert "warning: tight" in job.notes
+    ((dataset, config, num_ranks),) = asked
+    assert (len(dataset), config, num_ranks) == (1437, job.config.data, 2)

@@ -291,6 +291,34 @@ def test_with_fewer_classes_top_5_is_named_by_what_it_is(start, capsys):
     assert run.summary["k"] == 3
 
 
+def test_skipped_images_are_listed_once_each_and_told(start, capsys):
+    run = start()
+    run.reporter.training_started(run.state)
+    for reasons in ({}, {"/b/x.jpg": "truncated"}, {"/b/x.jpg": "truncated", "/a/new\nline.jpg": "empty file"}):
+        run.reporter.bad_images_found(reasons)
+        run.reporter.bad_images_found(reasons)
+    run.epoch(0)
+    run.reporter.run_done(run.state)
+    assert (run.folder / "bad_files.txt").read_text() == "/a/new\\nline.jpg\tempty file\n/b/x.jpg\ttruncated\n"
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("images that cannot be read")]
+    path = run.folder / "bad_files.txt"
+    counts = [1, 2, 2]  # each time they become more, and at the end
+    assert told == [f"images that cannot be read and were skipped: {count}, see {path}" for count in counts]
+    assert run.summary["skipped_images"] == 2
+
+
+def test_without_skipped_images_nothing_is_told(start, capsys):
+    run = start().to_the_end()
+    assert "cannot be read" not in capsys.readouterr().out
+    assert not (run.folder / "bad_files.txt").exists() and run.summary["skipped_images"] == 0
+
+
+def test_a_validation_that_lacks_images_says_so(start, capsys):
+    run = start(evaluate=True)
+    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 358))
+    assert "on 358 images, 2 cannot be read" in capsys.readouterr().out
+
+
 def test_evaluation_writes_a_summary_and_no_result_block(start, capsys):
     run = start(evaluate=True)
     run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 10), None)

@@ -33,6 +33,8 @@ def batch_of(num_images, seed=0, device="cpu"):
 class Batches:
     """Stands for both loaders: `per_epoch` batches that depend on epoch and position."""
 
+    num_left_out = 0
+
     def __init__(self, per_epoch, num_images=4):
         self.per_epoch, self.num_images, self.augmented = per_epoch, num_images, []
 
@@ -276,10 +278,16 @@ class ConstantClass(nn.Module):
         return self.bias.expand(len(images), 3)
 
 
+class Listed(list):
+    """A list of batches that stands for a loader of validation."""
+
+    num_left_out = 0
+
+
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 16])
 def test_validation_counts_every_image_once(make_state, batch_size):
     labels = torch.tensor([0] * 4 + [1] * 3 + [2] * 3)
-    loader = list(zip(torch.zeros(10, 3, 8, 8).split(batch_size), labels.split(batch_size), strict=True))
+    loader = Listed(zip(torch.zeros(10, 3, 8, 8).split(batch_size), labels.split(batch_size), strict=True))
     model, cpu = ConstantClass(), torch.device("cpu")
     precision = make_precision(PrecisionConfig(), model, torch.optim.SGD(model.parameters()), cpu)
     state = dataclasses.replace(make_state(), module=model, precision=precision)
@@ -308,6 +316,28 @@ def test_validation_of_another_number_of_images_is_an_error(make_state, expected
     with pytest.raises(RuntimeError, match=f"8 images of {expected}"):
         state = make_state()
         validate(state, state.precision.weights(), Batches(2), expected)
+
+
+def test_images_that_validation_skips_are_missing_in_the_count_alone(make_state):
+    loader = Batches(2)
+    loader.num_left_out = 3
+    state = make_state()
+    weights = state.precision.weights()
+    assert validate(state, weights, loader, 11).count == 8
+    with pytest.raises(RuntimeError, match="8 images of 8, 3 skipped"):
+        validate(state, weights, loader, 8)
+
+
+def test_after_validation_comes_before_the_observer_and_saving(make_state):
+    calls = []
+
+    class Watcher(Recorder):
+        def epoch_done(self, *arguments):
+            calls.append("observer")
+
+    fit_small(make_state(), 2, epochs=2, observer=Watcher(), save=lambda *_: calls.append("save"),
+              after_validation=lambda: calls.append("after validation"))  # fmt: skip
+    assert calls == ["after validation", "observer", "save"] * 2
 
 
 def test_norms_train_again_after_a_validation(make_state):

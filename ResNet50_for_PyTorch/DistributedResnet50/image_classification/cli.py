@@ -38,11 +38,12 @@ PRECISION_MODES = {"must_keep_origin_dtype": "O0", "allow_mix_precision": "O2"}
 DEFAULT_PORT = 29500
 BOOLEANS = ("true", "false")
 SCHEDULE_OF = {"milestones": "step", "gamma": "step", "power": "polynomial"}
-LARGEST, LARGEST_OF = 10**9, {"seed": 2**63, "lr": 1e38}
+LARGEST, LARGEST_OF = 10**9, {"seed": 2**63, "resident_bytes": 2**63, "lr": 1e38}
 
 # Smallest allowed values; `>` where the value itself is not allowed.
 LIMITS = {
-    "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "synthetic_images": ">=1", "num_classes": ">=1",
+    "batch_size": ">=1", "image_size": ">=1", "workers": ">=0", "resident_bytes": ">=0",
+    "cutout": ">=0", "prefetch": ">=0", "data_timeout": ">0", "synthetic_images": ">=1", "num_classes": ">=1",
     "width_multiplier": ">0", "lr": ">=0", "lr_per_256": ">=0", "momentum": ">=0", "weight_decay": ">=0",
     "label_smoothing": ">=0", "epochs": ">=1", "max_steps": ">=1", "warmup": ">=0", "recipe_warmup": ">=0", "gamma": ">0",
     "accumulation_steps": ">=1", "nproc_per_node": ">=1", "world_size": ">=1", "rank": ">=0", "dist_timeout": ">0",
@@ -68,7 +69,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, DataLayout]:
         config = _parse_values(options, _continued(given.run.resume, dict(options)))
         layout = detect_layout(config.data.data_path, config.data.allow_empty_classes)
     else:
-        layout = detect_layout(given.data.data_path, given.data.allow_empty_classes)
+        # The check names empty classes itself, after it has read everything else.
+        layout = detect_layout(given.data.data_path, given.data.allow_empty_classes or given.run.check_data)
         config = _parse_values(options, recipe(given.run.recipe, layout.kind, layout.small_images))
     _check(config)
     for name, schedule in SCHEDULE_OF.items():

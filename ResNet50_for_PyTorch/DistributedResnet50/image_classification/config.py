@@ -57,6 +57,24 @@ class DataConfig:
     """Alpha of mixup (Zhang et al. 2018), 0 for none; with --cutmix one of the two is drawn for each batch."""
     cutmix: float = 0.0
     """Alpha of cutmix (Yun et al. 2019), 0 for none."""
+    exif_rotation: bool = False
+    """Turn pictures as their EXIF orientation says; torchvision's folders do not."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """Pictures that cannot be decoded: stop with the path and the reason, or train on others in their place, validate
+    without them, and list them in the run folder's bad_files.txt."""
+    resident: Literal["auto", "device", "host", "off"] = "auto"
+    """Where small images lie that are decoded once and then cropped and mirrored as whole batches: on the device or
+    in main memory; auto: on the device if they fit in --resident_bytes. off reads small pictures of a folder anew in
+    each epoch. CIFAR, digits and synthetic images are always decoded once."""
+    resident_bytes: int = 2**30
+    """Bytes that images may take on the device with --resident=auto, for training and for validation each."""
+    cutout: int = 0
+    """Side in pixels of the square that is blanked in each training image (DeVries & Taylor 2017); 0 for none."""
+    prefetch: int | None = None
+    """Finished batches that a background thread keeps ready on the device, 0 for no thread; default: 2 for files,
+    none for images that lie on the device."""
+    data_timeout: float = 300.0
+    """Seconds without a batch that end the run; with --workers=0 --prefetch=0 nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +208,8 @@ class RunConfig:
     """Steps between two log lines. Also -p."""
     throughput_warmup_steps: int = 5
     """First steps of a run that images/s leaves out."""
+    check_data: bool = False
+    """Decode every picture of --data_path, print the paths that cannot be read and why, and stop."""
     print_config: bool = False
     """Print the resolved configuration and stop."""
 

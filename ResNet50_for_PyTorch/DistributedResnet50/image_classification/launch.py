@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from image_classification.cli import DEFAULT_PORT, parse
 from image_classification.config import DistributedConfig, to_plain
+from image_classification.data import prepare_data
+from image_classification.data.check import check_data
 from image_classification.outcome import (
     Failure,
     conclude,
@@ -63,6 +65,9 @@ def main(arguments: Sequence[str] | None = None, step_function: StepFunction = t
             signal.signal(signal.SIGTERM, _raise_stopped)
         try:
             config, layout = parse(sys.argv[1:] if arguments is None else arguments)
+            if config.run.check_data:
+                check_data(prepare_data(layout), config.data, lambda line: print(line, flush=True))
+                return 0
             if config.distributed.simulate_npu:
                 _use_simulated_npu()
             job = prepare_job(config, layout, started_at)
@@ -102,6 +107,10 @@ def _raise_stopped(signal_number: int, _frame: object) -> None:
 def _launch_ranks(job: Job) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         _silence(name)
+    # A rank that is ended leaves semaphores of its loader processes. Python's tracker removes them, but would say so
+    # after our last line.
+    filters = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.num_ranks)))
     try:
         failure = _run_agent(job)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from image_classification.checkpoint import LAST
-from image_classification.data import ImageReadError
+from image_classification.data import ImageReadError, LoaderError, explain_loader_failure
 from image_classification.reporting import record_failure
 from image_classification.worker import RUN_FOLDER_FILE
 from mmcls.utils.ascend_errors import explain
@@ -50,7 +50,10 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return stopped(signal.SIGINT, rank)
     text = " ".join(str(error).split())
-    line = text if isinstance(error, ImageReadError) else explain(text) or f"{type(error).__name__}: {text[:500]}"
+    if isinstance(error, ImageReadError | LoaderError):
+        line = text
+    else:
+        line = explain_loader_failure(text) or explain(text) or f"{type(error).__name__}: {text[:500]}"
     if isinstance(error, torch.OutOfMemoryError):
         line = f"{line}; take a smaller --batch_size"
     return Failure(rank, 1, line, traceback.format_exc(), is_communication_error(error), time.time())

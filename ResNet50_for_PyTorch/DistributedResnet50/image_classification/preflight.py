@@ -9,7 +9,7 @@ import torch
 
 from image_classification.checkpoint import load_weights, read_checkpoint, read_weights, resumed_step
 from image_classification.config import RunConfig, RunPlan, TrainConfig, resolve, to_plain
-from image_classification.data import DataLayout, absolute_path, open_datasets, prepare_data
+from image_classification.data import DataLayout, absolute_path, check_loaders, open_datasets, prepare_data
 from image_classification.freezing import freeze
 from image_classification.levels import resolve_level
 from image_classification.optim import build_optimizer
@@ -74,6 +74,7 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
     config, data_notes = _complete_data(config, layout, num_ranks, world_size)
     datasets = open_datasets(layout, config.data, config.data.image_size)
     plan = resolve(config, world_size, len(datasets.train), len(datasets.val))
+    limit_notes = check_loaders(datasets.train, config.data, num_ranks)
     _check_output(config)
     if not config.run.evaluate:
         _check_norms_have_values(config)
@@ -84,6 +85,7 @@ def prepare_job(config: TrainConfig, layout: DataLayout, started_at: float) -> J
         *model_notes,
         *precision_notes,
         *data_notes,
+        *limit_notes,
         plan.batch_line,
         f"learning rate {plan.peak_lr:g} ({lr_source})",
         *network_notes,

@@ -21,11 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from image_classification.config import RunPlan, TrainConfig, to_plain
 from image_classification.curves import draw_curves
+from image_classification.data import printable
 from image_classification.metrics import Metrics, MetricSums, top_k
 from image_classification.throughput import ThroughputMeter
 from image_classification.training import TrainState
 from mmcls.utils.device import device_name, is_simulated, peak_memory_bytes, synchronize
 
+BAD_FILES = "bad_files.txt"
 CASE_SUFFIXES = {"full": "acc", "performance": "perf"}
 
 
@@ -98,6 +100,7 @@ class Reporter:
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._epochs: list[dict] = []
+        self._num_bad_images = 0
         self.folder: Path | None = None
         self._log = self._metrics = None
 
@@ -184,6 +187,21 @@ class Reporter:
         )  # fmt: skip
         self._reset_window()
 
+    def bad_images_found(self, reasons: dict[str, str]) -> None:
+        """Lists the pictures that were skipped so far, by their paths, and says how many there are if they are more."""
+        if len(reasons) == self._num_bad_images:
+            return
+        self._num_bad_images = len(reasons)
+        lines = [f"{printable(path)}\t{printable(reason)}\n" for path, reason in sorted(reasons.items())]
+        (self.folder / BAD_FILES).write_text("".join(lines), encoding="utf-8")
+        self._say_bad_images()
+
+    def _say_bad_images(self) -> None:
+        if self._num_bad_images:
+            self.say(
+                f"images that cannot be read and were skipped: {self._num_bad_images}, see {self.folder / BAD_FILES}"
+            )
+
     def training_paused(self) -> None:
         self._epoch_images_per_second = self._meter.pause()
 
@@ -243,7 +261,8 @@ class Reporter:
     def evaluation_done(self, validation: Metrics, ema: Metrics | None) -> None:
         self.say(f"Validation: {self._validation_text(validation)}{self._average_text(ema)}")
         results = {"val_loss": validation.loss, "val_top1_percent": validation.top1_percent,
-                   "val_top5_percent": validation.top5_percent, "k": self._k}  # fmt: skip
+                   "val_top5_percent": validation.top5_percent, "k": self._k,
+                   "skipped_images": self._num_bad_images}  # fmt: skip
         if ema is not None:
             results["ema_top1_percent"] = ema.top1_percent
         write_json(self._facts() | {"status": "done", **results}, self.folder / "summary.json")
@@ -269,12 +288,14 @@ class Reporter:
             "final_ema_top1_percent": last.get("ema_top1_percent"),
             "steps_done": state.step,
             "skipped_updates": state.precision.skipped_updates,
+            "skipped_images": self._num_bad_images,
             "e2e_seconds": duration,
             "peak_memory_bytes_rank0": peak_memory_bytes(self._device),
         }
         write_json(self._facts() | {"status": "done", **results}, self.folder / "summary.json")
         self._write_modelzoo_log(shown_rate, rate, last, duration)
         draw_curves(self._epochs, self.folder / "curves.png", self._case)
+        self._say_bad_images()
         self.say(f"images/s leaves out the first {self._meter.warmup_steps} steps and the first of each epoch")
         simulated = " (simulated NPU)" if is_simulated(self._device) else ""
         self.say(f"------------------ Final result{simulated} ------------------")
@@ -308,7 +329,9 @@ class Reporter:
         return "" if ema is None else f" | averaged weights Acc@1 {ema.top1_percent:.3f} Loss {ema.loss:.4f}"
 
     def _validation_text(self, validation: Metrics) -> str:
+        missing = self._plan.num_val_images - validation.count
+        skipped = f", {missing} cannot be read" if missing else ""
         return (
             f"Acc@1 {validation.top1_percent:.3f} Acc@{self._k} {validation.top5_percent:.3f} "
-            f"Loss {validation.loss:.4f} on {validation.count} images"
+            f"Loss {validation.loss:.4f} on {validation.count} images{skipped}"
         )

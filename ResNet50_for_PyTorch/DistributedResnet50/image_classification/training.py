@@ -231,8 +231,10 @@ def validate(state: TrainState, weights: dict[str, Tensor], loader: EvalLoader, 
 
     The weights are those that are saved, so any program that loads the file finds the same accuracy.
 
+    Those that the loader could not decode and was told to skip are missing in the count, and in nothing else.
+
     Raises:
-        RuntimeError: the number of images seen is not `num_images`.
+        RuntimeError: the number of images seen and skipped is not `num_images`.
     """
     sums = MetricSums.zeros(state.device)
     for images, labels in loader:
@@ -240,8 +242,9 @@ def validate(state: TrainState, weights: dict[str, Tensor], loader: EvalLoader, 
         sums.add(cross_entropy(logits, labels), logits, labels)
     sum_over_ranks(sums.values)
     metrics = sums.averages()
-    if metrics.count != num_images:
-        raise RuntimeError(f"validated {metrics.count} images of {num_images}")
+    skipped = sum_over_ranks(torch.tensor([loader.num_left_out], device=state.device)).item()
+    if metrics.count + skipped != num_images:
+        raise RuntimeError(f"validated {metrics.count} images of {num_images}, {skipped} skipped")
     return metrics
 
 
@@ -253,6 +256,7 @@ def fit(
     *,
     observer: Observer | None = None,
     save: Callable[[TrainState, bool], None] | None = None,
+    after_validation: Callable[[], None] | None = None,
     step_function: StepFunction = train_step,
     check_every: int = 10,
 ) -> None:
@@ -264,6 +268,7 @@ def fit(
     Args:
         observer: told about each step and epoch; given on one rank only.
         save: called after each epoch with whether it is the best so far; given on one rank only.
+        after_validation: called after each epoch before the two above; may communicate, so given on all ranks.
         step_function: the training step; another one with the signature of `train_step` may be passed.
         check_every: steps between two looks at whether the loss is finite, for each of which the host waits.
     """
@@ -282,6 +287,8 @@ def fit(
         if state.ema:
             average_norm_statistics(state.ema.weights)
             ema = validate(state, state.ema.weights, val_loader, plan.num_val_images)
+        if after_validation:
+            after_validation()
         is_best = validation.top1_percent > state.best[0]
         if is_best:
             state.best = (validation.top1_percent, epoch)

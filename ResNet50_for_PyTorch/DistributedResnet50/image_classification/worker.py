@@ -4,8 +4,10 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +38,7 @@ from mmcls.utils.ascend_errors import explain, is_busy
 from mmcls.utils.device import make_deterministic, seed_everything, set_device, use_full_float32
 from mmcls.utils.distribution import (
     destroy_process_group,
+    gather_over_ranks,
     get_rank,
     get_world_size,
     init_process_group,
@@ -107,6 +110,8 @@ def _run(job: Job, datasets: Datasets, device: torch.device) -> None:
             validation = validate(state, state.precision.weights(), val_loader, plan.num_val_images)
             check_finite(validation.loss, "validation loss")
             ema = validate(state, state.ema.weights, val_loader, plan.num_val_images) if state.ema else None
+            if config.data.on_bad_image == "skip":
+                report_bad_images([val_loader], reporter)
             if reporter:
                 reporter.evaluation_done(validation, ema)
         else:
@@ -142,12 +147,23 @@ def _train(
         reporter.training_started(state)
     try:
         save = checkpoint_writer(config, plan, datasets.class_names, reporter.folder) if reporter else None
-        fit(state, train_loader, val_loader, plan,
-            observer=reporter, save=save, step_function=job.step_function, check_every=config.run.print_freq)  # fmt: skip
+        collect = None
+        if config.data.on_bad_image == "skip":
+            collect = partial(report_bad_images, [train_loader, val_loader], reporter)
+        fit(state, train_loader, val_loader, plan, observer=reporter, save=save, after_validation=collect,
+            step_function=job.step_function, check_every=config.run.print_freq)  # fmt: skip
     finally:
         train_loader.close()
     if reporter:
         reporter.run_done(state)
+
+
+def report_bad_images(loaders: Sequence[TrainLoader | EvalLoader], reporter: Reporter | None) -> None:
+    """Tells the reporter which pictures any rank has skipped so far; called on every rank."""
+    own = [(error.path, error.reason) for loader in loaders for error in loader.bad_images]
+    found = gather_over_ranks(own)
+    if reporter:
+        reporter.bad_images_found(dict(chain(*found)))
 
 
 def _loader_options(config: TrainConfig, device: torch.device) -> dict:
@@ -155,7 +171,7 @@ def _loader_options(config: TrainConfig, device: torch.device) -> dict:
         "rank": get_rank(),
         "world_size": get_world_size(),
         "device": device,
-        "workers": config.data.workers,
+        "config": config.data,
         "memory_format": memory_format(config.precision, device.type),
     }
 

@@ -1,63 +1,20 @@
-"""Pictures of any mode and format from class folders, and the names of those that cannot be read."""
+"""Class folders: which files are pictures, their order, and the names of those that cannot be read."""
 
 import os
 import pickle
-import warnings
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from image_classification.data import FolderDataset, ImageReadError
-from image_classification.data.decode import read_rgb
-
-MODES = [
-    ("RGB", "JPEG"),
-    ("L", "JPEG"),
-    ("CMYK", "JPEG"),
-    ("RGB", "PNG"),
-    ("RGBA", "PNG"),
-    ("LA", "PNG"),
-    ("P", "PNG"),
-    ("1", "PNG"),
-    ("P", "GIF"),
-    ("RGB", "WEBP"),
-    ("RGB", "TIFF"),
-    ("RGB", "BMP"),
-    ("RGB", "PPM"),
-]
 
 
-def dataset(root, split="train", size=32, small=True):
+def dataset(root, split="train", size=32, small=True, **options):
     ones = (1.0, 1.0, 1.0)
-    return FolderDataset(root, split, ("ant", "bee", "cow"), image_size=size, small_images=small, mean=ones, std=ones)
-
-
-@pytest.mark.parametrize("mode, image_format", MODES)
-def test_every_mode_gives_pillows_rgb(tmp_path, make, mode, image_format):
-    # The ending says JPEG whatever the content is.
-    make.image(tmp_path / "x.JPEG", mode=mode, image_format=image_format)
-    ours = np.asarray(read_rgb(tmp_path / "x.JPEG"))
-    assert ours.shape == (48, 40, 3)
-    assert np.array_equal(ours, np.asarray(Image.open(tmp_path / "x.JPEG").convert("RGB")))
-
-
-def test_palette_with_several_transparent_colours_warns_nobody(tmp_path, make):
-    make.image(tmp_path / "x.png", mode="P", image_format="PNG")
-    with Image.open(tmp_path / "x.png") as image:
-        image.save(tmp_path / "t.png", transparency=bytes(range(256)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert np.array_equal(np.asarray(read_rgb(tmp_path / "t.png")), np.asarray(read_rgb(tmp_path / "x.png")))
-
-
-@pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
-def test_16_bit_grey_keeps_its_contrast(tmp_path, image_format):
-    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    Image.fromarray(grey).save(tmp_path / "x.png", image_format)
-    ours = np.asarray(read_rgb(tmp_path / "x.png"))
-    assert np.array_equal(ours, np.repeat((grey // 257).astype(np.uint8)[:, :, None], 3, axis=2))
+    return FolderDataset(
+        root, split, ("ant", "bee", "cow"), image_size=size, small_images=small, mean=ones, std=ones, **options
+    )
 
 
 def test_endings_in_any_case_and_in_deeper_folders(tmp_path, make):
@@ -77,7 +34,7 @@ def test_names_of_any_kind(tmp_path, make):
         make.image(tmp_path / "train/cow" / name)
     data = dataset(tmp_path)
     assert {data.path(i).name for i in range(len(data))} == set(names)
-    assert all(data[i][0].shape == (3, 32, 32) for i in range(len(data)))
+    assert all(data[i][0].shape == (32, 32, 3) for i in range(len(data)))
 
 
 def test_order_is_by_class_and_name(tmp_path, make):
@@ -92,13 +49,13 @@ def test_order_is_by_class_and_name(tmp_path, make):
 def test_items_and_training_views(tmp_path, make, small):
     data = dataset(make.folder(tmp_path), size=24, small=small)
     image, label = data[9]
-    assert image.dtype == torch.uint8 and image.shape == (3, 24, 24) and label == 1
-    assert torch.equal(image, data[9][0])
+    assert image.dtype == np.uint8 and image.shape == (24, 24, 3) and label == 1
+    assert np.array_equal(image, data[9][0])
     view, label = data.training_view(9, seed=0, epoch=0)
-    assert view.dtype == torch.uint8 and view.shape == (3, 24, 24) and label == 1
-    assert torch.equal(view, data.training_view(9, seed=0, epoch=0)[0])
-    assert not torch.equal(view, data.training_view(9, seed=0, epoch=1)[0])
-    assert not torch.equal(view, data.training_view(9, seed=1, epoch=0)[0])
+    assert view.dtype == np.uint8 and view.shape == (24, 24, 3) and label == 1
+    assert np.array_equal(view, data.training_view(9, seed=0, epoch=0)[0])
+    assert not np.array_equal(view, data.training_view(9, seed=0, epoch=1)[0])
+    assert not np.array_equal(view, data.training_view(9, seed=1, epoch=0)[0])
 
 
 @pytest.mark.parametrize(
@@ -131,6 +88,76 @@ def test_broken_and_unreadable_links(tmp_path, make):
         data[0]
     with pytest.raises(ImageReadError, match=r"b.jpg \(class ant, train\): Too many levels of symbolic links"):
         data[1]
+
+
+def test_special_files_are_not_opened(tmp_path, make):
+    make.folder(tmp_path, train=(2, 1, 1))
+    os.mkfifo(tmp_path / "train/ant/pipe.jpg")  # opening it would wait for a writer
+    assert len(dataset(tmp_path)) == 4
+
+
+def test_pictures_are_turned_only_where_it_is_asked(tmp_path, make):
+    make.folder(tmp_path, train=(0, 0, 1), size=(64, 32))
+    path = tmp_path / "train/cow/cow_0.JPEG"
+    with Image.open(path) as image:
+        exif = image.getexif()
+        exif[0x0112] = 6
+        image.save(path, exif=exif)
+    stored, turned = dataset(tmp_path), dataset(tmp_path, exif_rotation=True)
+    assert stored.pixels(0).shape == (32, 64, 3) and turned.pixels(0).shape == (64, 32, 3)
+    assert np.array_equal(np.rot90(stored[0][0], -1), turned[0][0])
+
+
+def break_some(data):
+    """Of 24 pictures, number 5 and those from 16 on cannot be read."""
+    for index in (5, *range(16, 24)):
+        data.path(index).write_bytes(b"")
+    return data
+
+
+@pytest.fixture
+def partly_broken(tmp_path, make):
+    return break_some(dataset(make.folder(tmp_path), skip_bad=True))
+
+
+@pytest.mark.parametrize("epoch", [2, None])
+def test_another_picture_takes_the_place_of_one_that_cannot_be_read(partly_broken, epoch):
+    for index in range(24):
+        (view, label), errors = partly_broken.sample(index, 3, epoch)
+        (same_view, same_label), same_errors = partly_broken.sample(index, 3, epoch)
+        assert np.array_equal(view, same_view) and label == same_label
+        assert [error.path for error in errors] == [error.path for error in same_errors]
+        assert bool(errors) == (index == 5 or index >= 16)
+        if errors:
+            assert errors[0].path == str(partly_broken.path(index)) and errors[0].reason == "empty file"
+        else:
+            own = partly_broken[index] if epoch is None else partly_broken.training_view(index, 3, epoch)
+            assert np.array_equal(view, own[0]) and label == own[1]
+
+
+def test_replacements_come_from_the_whole_split_and_change_with_the_epoch(partly_broken):
+    labels = [partly_broken.sample(5, 0, epoch)[0][1] for epoch in range(60)]
+    # 15 pictures can be read: 7 of class 0 and 8 of class 1.
+    assert 18 <= sum(label == 0 for label in labels) <= 38 and set(labels) == {0, 1}
+
+
+def test_a_data_set_of_which_nothing_can_be_read_is_an_error(partly_broken):
+    for index in range(24):
+        partly_broken.path(index).unlink(missing_ok=True)
+    with pytest.raises(ImageReadError, match="ant_5.JPEG .*no such file"):
+        partly_broken.sample(5, 0, 0)
+
+
+def test_pictures_of_validation_are_left_out_not_replaced(tmp_path, make):
+    data = break_some(dataset(make.folder(tmp_path, val=(8, 8, 8)), "val", skip_bad=True))
+    assert [index for index in range(24) if data.sample(index, 0, None)[0] is None] == [5, *range(16, 24)]
+
+
+@pytest.mark.parametrize("split, epoch", [("train", 0), ("train", None), ("val", None)])
+def test_unless_they_are_skipped_bad_pictures_are_errors(tmp_path, make, split, epoch):
+    data = break_some(dataset(make.folder(tmp_path, val=(8, 8, 8)), split))
+    with pytest.raises(ImageReadError, match="ant_5.JPEG"):
+        data.sample(5, 0, epoch)
 
 
 def test_file_removed_during_the_run(tmp_path, make):

@@ -130,7 +130,7 @@ def test_spellings_of_a_path(tmp_path, make, monkeypatch):
 def test_line_breaks_in_names_stay_out_of_the_message(tmp_path, make):
     make.folder(tmp_path)
     (tmp_path / "val" / "d\nog").mkdir()
-    assert "does not have: d?og; " in problem_with(tmp_path)
+    assert "does not have: d\\nog; " in problem_with(tmp_path)
 
 
 def test_unreadable_folder(tmp_path, make, monkeypatch):

@@ -39,28 +39,30 @@ def dataset(request, tmp_path, make):
     return open_datasets(layout, DataConfig(), 16).train
 
 
-def train_loader(dataset, batch, per_epoch, rank=0, ranks=1, seed=0, workers=0, memory_format=torch.channels_last):
+def train_loader(
+    dataset, batch, per_epoch, rank=0, ranks=1, seed=0, workers=0, memory_format=torch.channels_last, **options
+):
     return TrainLoader(
         dataset,
+        DataConfig(workers=workers, **{"resident": "off"} | options),
         micro_batch_size=batch,
         micro_batches_per_epoch=per_epoch,
         rank=rank,
         world_size=ranks,
         seed=seed,
         device=CPU,
-        workers=workers,
         memory_format=memory_format,
     )
 
 
-def eval_loader(dataset, batch, rank=0, ranks=1, workers=0):
+def eval_loader(dataset, batch, rank=0, ranks=1, workers=0, **options):
     return EvalLoader(
         dataset,
+        DataConfig(workers=workers, **{"resident": "off"} | options),
         batch_size=batch,
         rank=rank,
         world_size=ranks,
         device=CPU,
-        workers=workers,
         memory_format=torch.contiguous_format,
     )
 

@@ -17,7 +17,8 @@ class ArrayDataset:
     """Images that are all in memory, with what the loaders need to know about them.
 
     Args:
-        images: `[M, 3, H, W]`, uint8; image i of the N is number i mod M, so a small pool can stand for many.
+        images: `[M, 3, H, W]`, uint8, best channels-last in memory; image i of the N is number i mod M, so a small
+            pool can stand for many.
         labels: `[N]`, int64.
         image_size: height and width of the network's input; batches are resized where H differs.
         mean, std: per channel, in units of the full range (0..1).

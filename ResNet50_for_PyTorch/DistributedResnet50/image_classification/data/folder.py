@@ -3,37 +3,32 @@
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
-from image_classification.data import augment
-from image_classification.data.decode import (
-    DECODE_ERRORS,
-    ENDINGS,
-    ImageReadError,
-    failure_reason,
-    read_rgb,
-    read_size,
-)
-from image_classification.data.order import image_generator
+from image_classification.data.decode import ENDINGS, DecodeError, Picture, read_file
+from image_classification.data.pictures import PictureDataset
 from mmcls.utils.errors import RequestError
 
 BIG_IMAGE_SIZE = 224
 SMALL_SHORT_SIDE = 96
 """Pictures up to this short side are trained at their own size instead of BIG_IMAGE_SIZE."""
-PROBES = 9
+PROBED_CLASSES, PROBED_IMAGES = 9, 20
 NAMES_SHOWN = 5
+
+
+def printable(text: str) -> str:
+    """Names on one line, whatever they hold: line breaks and bytes that are no text are written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(names: Iterable[str]) -> str:
     """The first five names and how many there are: fits one line of an error, whatever the names hold."""
     names = list(names)
-    # A line break in a file's name must not break the line.
-    shown = ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in names[:NAMES_SHOWN])
+    shown = ", ".join(map(printable, names[:NAMES_SHOWN]))
     return shown if len(names) <= NAMES_SHOWN else f"{shown}, ... ({len(names):,} in all)"
 
 
@@ -79,7 +74,7 @@ def scan_folders(root: Path, allow_empty_classes: bool) -> FolderScan:
     if without_val:
         warnings.append(f"val/ has no image in: {shorten(without_val)}")
 
-    side = _typical_short_side(root, [image for image in first_images.values() if image is not None])
+    side = _typical_short_side([root / "train" / name for name, image in first_images.items() if image is not None])
     small = side <= SMALL_SHORT_SIDE
     size = max(8, int(side / 8 + 0.5) * 8) if small else BIG_IMAGE_SIZE
     return FolderScan(tuple(classes), size, small, tuple(warnings))
@@ -116,7 +111,8 @@ def _images_below(folder: Path, prefix: str = "", hidden: list[str] | None = Non
             # Links to folders are not followed: they can lead back here.
             elif entry.is_dir(follow_symlinks=False):
                 yield from _images_below(Path(entry.path), f"{prefix}{entry.name}/", hidden)
-            elif _is_image_name(entry.name):
+            # Opening a pipe or a device would wait for ever; links are judged when they are read.
+            elif _is_image_name(entry.name) and (entry.is_symlink() or entry.is_file()):
                 yield prefix + entry.name
 
 
@@ -157,84 +153,63 @@ def _check_val(root: Path, classes: list[str], val_classes: list[str], loose: li
     return sorted(set(classes) - set(filled))
 
 
-def _typical_short_side(root: Path, images: list[Path]) -> float:
-    """Median short side in pixels of a few images, spread over the classes."""
+def _typical_short_side(folders: list[Path]) -> float:
+    """Median short side in pixels of the first readable image of a few classes."""
     sides, failed = [], []
-    for path in images[:: max(1, len(images) // PROBES)]:
-        try:
-            sides.append(min(read_size(path)))
-        except DECODE_ERRORS as error:
-            failed.append(f"{path} ({failure_reason(path, error)})")
+    for folder in folders[:: max(1, len(folders) // PROBED_CLASSES)]:
+        for name in islice(_images_below(folder), PROBED_IMAGES):
+            try:
+                picture = Picture(read_file(folder / name))
+            except DecodeError as error:
+                failed.append(f"{folder / name} ({error})")
+            else:
+                sides.append(min(picture.width, picture.height))
+                break
     if not sides:
         raise RequestError(
-            f"--data_path={root}", f"none of the images tried can be read: {shorten(failed)}", "replace them"
+            f"--data_path={folders[0].parents[1]}",
+            f"none of the images tried can be read: {shorten(failed)}",
+            "replace them",
         )
     return median(sides)
 
 
-class FolderDataset(Dataset):
-    """The images of train/ or val/, decoded when they are asked for.
+class FolderDataset(PictureDataset):
+    """The images of train/ or val/, in the order of class and name.
 
-    Item i is `([3, size, size] uint8, label)`, the view that validation takes; `training_view` gives random ones.
-    The order is sorted by class and by name. File names lie in one block of bytes, not in a list: a list of a million
-    strings is copied into every loader process bit by bit as their reference counts change.
-    `hidden` are the files left out because their names begin with a dot.
+    File names lie in one block of bytes, not in a list: a list of a million strings is copied into every loader process
+    bit by bit as their reference counts change.
+
+    Args:
+        root: the folder that holds train/ and val/; the other arguments are those of PictureDataset.
+
+    Attributes:
+        hidden: the files left out because their names begin with a dot.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        split: str,
-        class_names: tuple[str, ...],
-        *,
-        image_size: int,
-        small_images: bool,
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
-    ):
-        self.root, self.split, self.class_names = root / split, split, class_names
-        self.image_size, self.small_images = image_size, small_images
-        self.mean, self.std = mean, std
+    def __init__(self, root: Path, split: str, class_names: tuple[str, ...], **options):
+        self.root = root / split
+        self._folders = [f"{self.root / name}{os.sep}" for name in class_names]
         self.hidden: list[str] = []
         names: list[bytes] = []
-        labels: list[int] = []
-        for label, class_name in enumerate(class_names):
+        counts: list[int] = []
+        for class_name in class_names:
             folder = self.root / class_name
-            if folder.is_dir():
-                found = sorted(_images_below(folder, hidden=self.hidden))
-                names += map(os.fsencode, found)
-                labels += [label] * len(found)
+            found = sorted(_images_below(folder, hidden=self.hidden)) if folder.is_dir() else []
+            names += map(os.fsencode, found)
+            counts.append(len(found))
         self._names = np.frombuffer(b"".join(names), dtype=np.uint8)
         self._ends = np.cumsum([0, *map(len, names)])
-        self._labels = np.array(labels, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._labels)
+        labels = np.repeat(np.arange(len(class_names), dtype=np.int32), counts)
+        super().__init__(split, class_names, labels, **options)
 
     def path(self, index: int) -> Path:
         """The file of one image."""
+        return Path(self.name(index))
+
+    def name(self, index: int) -> str:
         name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]].tobytes())
-        return self.root / self.class_names[self._labels[index]] / name
+        return f"{self._folders[self.labels[index]]}{name}"
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        view = augment.small_view if self.small_images else augment.big_view
-        return _tensor(view(self._read(index), self.image_size)), int(self._labels[index])
-
-    def training_view(self, index: int, seed: int, epoch: int) -> tuple[torch.Tensor, int]:
-        """A randomly cropped and mirrored view, a pure function of (seed, epoch, index)."""
-        view = augment.small_training_view if self.small_images else augment.big_training_view
-        rng = image_generator(seed, epoch, index)
-        return _tensor(view(self._read(index), self.image_size, rng)), int(self._labels[index])
-
-    def _read(self, index: int):
-        path = self.path(index)
-        try:
-            return read_rgb(path)
-        except DECODE_ERRORS as error:
-            class_name = self.class_names[self._labels[index]]
-            raise ImageReadError(str(path), class_name, self.split, failure_reason(path, error)) from error
-
-
-def _tensor(view: np.ndarray) -> torch.Tensor:
-    # A copy: Pillow's buffer is read-only and a mirrored view has negative strides, which torch does not take.
-    return torch.from_numpy(view.copy()).permute(2, 0, 1)
+    def encoded(self, index: int) -> bytes:
+        return read_file(self.name(index))

@@ -7,10 +7,13 @@ from typing import Literal
 
 from image_classification.data import archive, arrays, cifar, folder
 from image_classification.data.folder import BIG_IMAGE_SIZE, shorten
+from image_classification.data.records.manifest import is_records_folder, read_manifest
 from mmcls.utils.errors import RequestError
 
 CIFAR_IMAGE_SIZE, DIGITS_IMAGE_SIZE = 32, 16
-EXPECTED = "train/ and val/ with a folder for each class, or the files or the .tar.gz of CIFAR-10 or CIFAR-100"
+EXPECTED = (
+    "train/ and val/ with a folder for each class, or records, or the files or the .tar.gz of CIFAR-10 or CIFAR-100"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class DataLayout:
         warnings: what is odd about it, one line each.
     """
 
-    kind: Literal["folder", "cifar10", "cifar100", "digits", "synthetic"]
+    kind: Literal["folder", "records", "cifar10", "cifar100", "digits", "synthetic"]
     path: Path | None
     description: str
     image_size: int
@@ -72,6 +75,8 @@ def _detect_at(path: Path, allow_empty_classes: bool) -> DataLayout:
         return _archive_layout(path)
     if (path / "train").is_dir() and (path / "val").is_dir():
         return _folder_layout(path, allow_empty_classes)
+    if is_records_folder(path):
+        return _records_layout(path)
     found = _find_cifar(path)
     if found is None:
         raise _not_found(path, _entries(path))
@@ -130,6 +135,24 @@ def _folder_layout(path: Path, allow_empty_classes: bool) -> DataLayout:
     )
 
 
+def _records_layout(path: Path) -> DataLayout:
+    manifest = read_manifest(path)
+    warnings = []
+    for split in ("train", "val"):
+        counts = getattr(manifest, split).class_counts
+        empty = [name for name, count in zip(manifest.classes, counts) if not count]
+        if empty:
+            warnings.append(f"{split} has no image in: {shorten(empty)}")
+    left_out = manifest.train.left_out + manifest.val.left_out
+    if left_out:
+        warnings.append(f"{left_out:,} images that could not be read were left out when it was packed")
+    classes = len(manifest.classes)
+    description = f"records of {classes} classes, in {path}"
+    return DataLayout(
+        "records", path, description, manifest.image_size, classes, manifest.small_images, tuple(warnings)
+    )
+
+
 def _find_cifar(path: Path) -> Path | None:
     """The folder of CIFAR files in or at a path, or else the archive in it.
 
@@ -175,7 +198,9 @@ def _not_found(path: Path, found: str) -> RequestError:
 
 
 def _looks_usable(path: Path) -> bool:
-    return (path / "train").is_dir() and (path / "val").is_dir() or cifar.version_of_folder(path) is not None
+    if (path / "train").is_dir() and (path / "val").is_dir() or is_records_folder(path):
+        return True
+    return cifar.version_of_folder(path) is not None
 
 
 def _children(path: Path) -> list[Path]:

@@ -1,40 +1,123 @@
 """Batches for training and validation, on the device and ready for the network."""
 
-import signal
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from image_classification.data import augment
+from image_classification.config import DataConfig
 from image_classification.data.arrays import ArrayDataset
+from image_classification.data.augment_batches import CutoutTable, InputTransform, cutout
 from image_classification.data.decode import ImageReadError
-from image_classification.data.folder import FolderDataset
-from image_classification.data.order import epoch_generator, epoch_order, rank_batches
+from image_classification.data.limits import check_limits
+from image_classification.data.order import cutout_generator, epoch_order, rank_batches
+from image_classification.data.pictures import PictureDataset
+from image_classification.data.prefetch import Prefetcher
+from image_classification.data.resident import DECODE_BATCH, becomes_resident, decode_all, stays_on_device
+from image_classification.data.sources import ArraySource, FileSource, to_device
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images `[B, 3, S, S]` and labels `[B]`, int64."""
 
+PREFETCH_OF_FILES = 2
+LABEL_BYTES = 8
 
-class TrainLoader:
+
+def check_loaders(train: ArrayDataset | PictureDataset, config: DataConfig, num_ranks: int) -> tuple[str, ...]:
+    """Compares what the loaders of this machine will need with what it gives.
+
+    Returns:
+        Warnings, a line each.
+
+    Raises:
+        RequestError: too little shared memory or too few file handles.
+    """
+    if isinstance(train, ArrayDataset):
+        return ()
+    batch_size = DECODE_BATCH if becomes_resident(train, config) else config.batch_size
+    return check_limits(config.workers or 0, batch_size * (3 * train.image_size**2 + LABEL_BYTES), num_ranks)
+
+
+class _Loader:
+    """What both loaders share: a source, the way to the network's input, and the thread that works ahead."""
+
+    def __init__(
+        self,
+        dataset: ArrayDataset | PictureDataset,
+        config: DataConfig,
+        seed: int,
+        device: torch.device,
+        memory_format: torch.memory_format,
+    ):
+        self._device, self._timeout_seconds = device, config.data_timeout
+        self._running: Prefetcher | None = None
+        if isinstance(dataset, ArrayDataset):
+            on_device = stays_on_device(dataset, config)
+            self._source = ArraySource(dataset, seed, device, on_device)
+            # Augmenting is cheaper than handing it to a thread, but a copy to the device is worth one.
+            by_kind = 0 if on_device or device.type == "cpu" else PREFETCH_OF_FILES
+        else:
+            by_kind = PREFETCH_OF_FILES
+        self._depth = by_kind if config.prefetch is None else config.prefetch
+        if not isinstance(dataset, ArrayDataset):
+            # The thread's consumer watches the clock itself.
+            timeout_seconds = 0 if self._depth else config.data_timeout
+            self._source = FileSource(dataset, seed, device, config.workers or 0, timeout_seconds)
+        self._to_input = InputTransform(dataset.mean, dataset.std, dataset.image_size, device, memory_format)
+
+    def _ahead(self, batches: Iterator[Batch], phase: str) -> Iterator[Batch]:
+        if self._depth == 0:
+            yield from batches
+            return
+        self._stop_thread()
+        running = self._running = Prefetcher(
+            batches, depth=self._depth, device=self._device, phase=phase, timeout_seconds=self._timeout_seconds
+        )
+        try:
+            yield from running
+        finally:
+            if self._running is running:
+                self._stop_thread()
+
+    def _stop_thread(self) -> None:
+        running, self._running = self._running, None
+        if running is not None and not running.stop():
+            self._source.close(at_once=True)
+
+    @property
+    def bad_images(self) -> list[ImageReadError]:
+        """The pictures that this rank has skipped so far because they cannot be decoded, each once."""
+        return list(self._source.bad_images.values())
+
+    def close(self) -> None:
+        """Stops the thread and the loader processes."""
+        self._stop_thread()
+        self._source.close()
+
+
+class TrainLoader(_Loader):
     """The shuffled and augmented training images of one rank.
 
-    What it gives is a pure function of (seed, epoch, number of the micro-batch): workers do not enter, and the images
-    of a global micro-batch are the same for any number of ranks with the same product with the micro-batch's size.
+    What it gives is a pure function of (seed, epoch, number of the micro-batch): workers and prefetching do not enter,
+    and the images of a global micro-batch are the same for any number of ranks with the same product with the
+    micro-batch's size.
 
     Args:
+        config: workers, prefetching, where images lie and cutout; `batch_size` is not read.
         micro_batch_size: images of a rank's batch; all batches are full.
         micro_batches_per_epoch: batches of an epoch, the same on every rank; images that fill none are left out, other
             ones in each epoch.
         seed: of order and augmentation.
         device: where the batches go.
-        workers: loader processes for a FolderDataset, 0 for none; they live until `close`.
         memory_format: of the images.
+
+    Raises:
+        ImageReadError: the images become resident, and one cannot be decoded.
     """
 
     def __init__(
         self,
-        dataset: ArrayDataset | FolderDataset,
+        dataset: ArrayDataset | PictureDataset,
+        config: DataConfig,
         *,
         micro_batch_size: int,
         micro_batches_per_epoch: int,
@@ -42,200 +125,92 @@ class TrainLoader:
         world_size: int,
         seed: int,
         device: torch.device,
-        workers: int,
         memory_format: torch.memory_format,
     ):
-        self._num_images = len(dataset)
+        bad_images = {}
+        if becomes_resident(dataset, config):
+            everything = torch.arange(len(dataset))
+            dataset, bad_images = decode_all(dataset, everything, config, training=True, show_progress=rank == 0)
+        super().__init__(dataset, config, seed, device, memory_format)
+        self._source.bad_images.update(bad_images)
+        self._num_images, self._image_size, self._cutout = len(dataset), dataset.image_size, config.cutout
         self._micro_batch_size, self._micro_batches_per_epoch = micro_batch_size, micro_batches_per_epoch
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._source = _make_source(dataset, seed, device, workers)
-        self._to_input = _InputTransform(dataset, device, memory_format)
 
     def epoch(self, epoch: int, first_micro_batch: int = 0, augment: bool = True) -> Iterator[Batch]:
         """Yields the epoch's batches from a position on: images float32, normalised, and labels, on the device.
 
-        Without `augment` the images are seen as in validation; their order is the same.
+        Without `augment` the images are seen as in validation; their order is the same. Batches are made ahead from
+        the first one asked for until the iterator is exhausted, closed or dropped; two epochs cannot run at a time.
 
         Raises:
             ImageReadError: a picture cannot be decoded.
+            LoaderError: a loader process died, or no batch came for `config.data_timeout` seconds.
         """
         order = epoch_order(self._seed, epoch, self._num_images)
         batches = rank_batches(
             order, self._micro_batch_size, self._micro_batches_per_epoch, self._rank, self._world_size
         )
         indices = list(torch.from_numpy(batches[first_micro_batch:]))
-        for images, labels in self._source.batches(epoch if augment else None, indices):
-            yield self._to_input(images), labels
+        phase = f"training epoch {epoch}"
+        raw = self._source.batches(epoch if augment else None, indices, phase)
+        yield from self._ahead(self._inputs(raw, epoch, indices if augment else ()), phase)
 
-    def close(self) -> None:
-        """Stops the loader processes."""
-        self._source.close()
+    def _inputs(self, raw: Iterator[Batch], epoch: int, augmented: Sequence[torch.Tensor]) -> Iterator[Batch]:
+        if not (self._cutout and augmented):
+            for images, labels in raw:
+                yield self._to_input(images), labels
+            return
+        rng = cutout_generator(self._seed, epoch)
+        table = CutoutTable.draw(
+            rng, self._num_images, side=self._cutout, image_size=self._image_size, device=self._device
+        )
+        for (images, labels), chosen in zip(raw, to_device(augmented, self._device)):
+            yield cutout(self._to_input(images), chosen, table), labels
 
 
-class EvalLoader:
+class EvalLoader(_Loader):
     """One rank's share of the validation images: every `world_size`-th, in order, each exactly once.
 
     The last batch may be small, and a rank may have no image at all.
 
     Args:
         batch_size: images of a batch.
-        device, workers, memory_format: as in TrainLoader.
+        config, device, memory_format: as in TrainLoader.
+
+    Raises:
+        ImageReadError: the images become resident, and one cannot be decoded.
     """
 
     def __init__(
         self,
-        dataset: ArrayDataset | FolderDataset,
+        dataset: ArrayDataset | PictureDataset,
+        config: DataConfig,
         *,
         batch_size: int,
         rank: int,
         world_size: int,
         device: torch.device,
-        workers: int,
         memory_format: torch.memory_format,
     ):
-        share = torch.arange(len(dataset))[rank::world_size]
-        self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-        self._source = _make_source(dataset, 0, device, workers)
-        self._to_input = _InputTransform(dataset, device, memory_format)
+        share, bad_images = torch.arange(len(dataset))[rank::world_size], {}
+        if becomes_resident(dataset, config):
+            dataset, bad_images = decode_all(dataset, share, config, training=False, show_progress=rank == 0)
+            share = torch.arange(len(dataset))
+        super().__init__(dataset, config, 0, device, memory_format)
+        self._source.bad_images.update(bad_images)
+        self._num_never_read = len(bad_images)
+        self._indices = share.split(batch_size) if len(share) else ()
 
     def __len__(self) -> int:
         return len(self._indices)
 
+    @property
+    def num_left_out(self) -> int:
+        """Images of this rank's share that the latest pass left out because they cannot be decoded."""
+        return self._num_never_read + self._source.num_left_out
+
     def __iter__(self) -> Iterator[Batch]:
-        for images, labels in self._source.batches(None, self._indices):
-            yield self._to_input(images), labels
-
-    def close(self) -> None:
-        """Stops the loader processes."""
-        self._source.close()
-
-
-class _InputTransform:
-    """Turns uint8 images on the device into the network's input."""
-
-    def __init__(self, dataset: ArrayDataset | FolderDataset, device: torch.device, memory_format: torch.memory_format):
-        self._size, self._memory_format = dataset.image_size, memory_format
-        self._mean, self._std = (
-            torch.tensor(values, device=device).mul_(255).view(1, 3, 1, 1) for values in (dataset.mean, dataset.std)
-        )
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return augment.to_input(images, self._mean, self._std, self._size, self._memory_format)
-
-
-class _ArraySource:
-    """Batches of an ArrayDataset: the whole of it lies on the device, and tensor operations do the rest."""
-
-    def __init__(self, dataset: ArrayDataset, seed: int, device: torch.device):
-        self._images, self._labels = dataset.images.to(device), dataset.labels.to(device)
-        self._pad, self._flip, self._seed, self._device = dataset.pad, dataset.flip, seed, device
-
-    def batches(self, epoch: int | None, indices: Sequence[torch.Tensor]) -> Iterator[Batch]:
-        table = None
-        if epoch is not None and (self._pad or self._flip):
-            rng = epoch_generator(self._seed, epoch)
-            table = augment.CropFlipTable.draw(
-                rng, len(self._labels), pad=self._pad, flip=self._flip, device=self._device
-            )
-        # One copy an epoch: a copy of indices in each step would make the host wait for the device each time.
-        sizes = [len(chosen) for chosen in indices]
-        on_device = torch.cat(indices).to(self._device).split(sizes) if indices else ()
-        for chosen in on_device:
-            images = self._images[chosen % len(self._images)]
-            if table is not None:
-                images = augment.crop_flip(images, chosen, table)
-            yield images, self._labels[chosen]
-
-    def close(self) -> None:
-        """There is nothing to stop."""
-
-
-class _FolderSource:
-    """Batches of a FolderDataset, decoded by loader processes that live over the epochs."""
-
-    def __init__(self, dataset: FolderDataset, seed: int, device: torch.device, workers: int):
-        self._device = device
-        self._keys: list[tuple[int | None, torch.Tensor]] = []
-        self._loader = DataLoader(
-            _FolderBatches(dataset, seed),
-            batch_size=None,
-            # Asked anew for each epoch, in this process: so the workers need not be told about it.
-            sampler=_Keys(self._keys),
-            num_workers=workers,
-            collate_fn=_unchanged,
-            pin_memory=device.type != "cpu",
-            persistent_workers=workers > 0,
-            worker_init_fn=_leave_signals_to_the_rank,
-            # Without one of its own the DataLoader draws from the caller's.
-            generator=torch.Generator(),
-        )
-
-    def batches(self, epoch: int | None, indices: Sequence[torch.Tensor]) -> Iterator[Batch]:
-        self._keys[:] = [(epoch, chosen) for chosen in indices]
-        for batch in self._loader:
-            if isinstance(batch, ImageReadError):
-                raise batch
-            images, labels = batch
-            yield images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
-
-    def close(self) -> None:
-        # DataLoader has no public way to stop persistent workers before it is garbage collected.
-        iterator = self._loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
-
-
-class _Keys:
-    """What DataLoader takes for a sampler: the keys of the next epoch's batches."""
-
-    def __init__(self, keys: list):
-        self._keys = keys
-
-    def __iter__(self):
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-class _FolderBatches(Dataset):
-    """Maps (epoch or None for no augmentation, image indices) to a uint8 batch in channels-last order."""
-
-    def __init__(self, dataset: FolderDataset, seed: int):
-        self._dataset, self._seed = dataset, seed
-
-    def __getitem__(self, key: tuple[int | None, torch.Tensor]) -> Batch | ImageReadError:
-        epoch, indices = key
-        size = self._dataset.image_size
-        images = torch.empty((len(indices), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        labels = torch.empty(len(indices), dtype=torch.int64)
-        try:
-            for place, index in enumerate(indices.tolist()):
-                if epoch is None:
-                    images[place], labels[place] = self._dataset[index]
-                else:
-                    images[place], labels[place] = self._dataset.training_view(index, self._seed, epoch)
-        except ImageReadError as error:
-            # Raised in the main process: DataLoader would wrap a worker's traceback around the text.
-            return error
-        return images, labels
-
-
-def _unchanged(batch):
-    return batch
-
-
-def _leave_signals_to_the_rank(_worker: int) -> None:
-    """Ctrl-C reaches the whole process group, but the rank decides when its workers stop; it stops them by SIGTERM,
-    which must not run the handler that a forked worker inherits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _make_source(
-    dataset: ArrayDataset | FolderDataset, seed: int, device: torch.device, workers: int
-) -> _ArraySource | _FolderSource:
-    if isinstance(dataset, ArrayDataset):
-        return _ArraySource(dataset, seed, device)
-    return _FolderSource(dataset, seed, device, workers)
+        phase = "validation"
+        raw = self._source.batches(None, self._indices, phase)
+        yield from self._ahead(((self._to_input(images), labels) for images, labels in raw), phase)

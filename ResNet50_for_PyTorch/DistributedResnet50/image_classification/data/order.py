@@ -5,7 +5,7 @@ Nothing here knows workers or resume points, so neither can change what a run se
 
 import numpy as np
 
-_ORDER_STREAM, _AUGMENT_STREAM = 0, 1
+_ORDER_STREAM, _AUGMENT_STREAM, _CUTOUT_STREAM = 0, 1, 2
 
 
 def _generator(seed: int, stream: int, epoch: int, image: int = 0) -> np.random.Generator:
@@ -42,6 +42,11 @@ def rank_batches(
 def epoch_generator(seed: int, epoch: int) -> np.random.Generator:
     """Random numbers for the augmentation of a whole epoch, drawn as tables with a row for each image."""
     return _generator(seed, _AUGMENT_STREAM, epoch)
+
+
+def cutout_generator(seed: int, epoch: int) -> np.random.Generator:
+    """Random numbers for the cutout of a whole epoch, so that it changes no other draw."""
+    return _generator(seed, _CUTOUT_STREAM, epoch)
 
 
 def image_generator(seed: int, epoch: int, image: int) -> np.random.Generator:
