@@ -174,7 +174,7 @@ def test_log_lines(start, capsys):
     assert [line.partition("]")[2].partition("]")[0] for line in lines] == ["[2/5", "[4/5", "[5/5"] * 2
     number = r"\d+\.\d+"
     assert re.fullmatch(
-        rf"Epoch: \[0\]\[2/5\] Time {number} Data 0\.001 Loss 2\.0000 \(2\.0000\) Acc@1 50\.00 \(50\.00\) "
+        rf"Epoch: \[0\]\[2/5\] Time {number} Data 0\.001 \(\d+%\) Loss 2\.0000 \(2\.0000\) Acc@1 50\.00 \(50\.00\) "
         rf"Acc@5 100\.00 \(100\.00\) lr 0\.05",
         lines[0],
     )
@@ -315,7 +315,7 @@ def test_without_skipped_images_nothing_is_told(start, capsys):
 
 def test_a_validation_that_lacks_images_says_so(start, capsys):
     run = start(evaluate=True)
-    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 358))
+    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 358), None)
     assert "on 358 images, 2 cannot be read" in capsys.readouterr().out
 
 
@@ -331,9 +331,9 @@ def test_evaluation_writes_a_summary_and_no_result_block(start, capsys):
 
 def test_the_averaged_weights_are_evaluated_beside_the_others(start, capsys):
     run = start(evaluate=True)
-    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 10), Metrics(1.5, 50.0, 100.0, 10))
+    run.reporter.evaluation_done(Metrics(1.25, 40.0, 100.0, 360), Metrics(1.5, 50.0, 100.0, 360))
     assert (
-        "Validation: Acc@1 40.000 Acc@5 100.000 Loss 1.2500 on 10 images | averaged weights Acc@1 50.000 Loss 1.5000\n"
+        "Validation: Acc@1 40.000 Acc@5 100.000 Loss 1.2500 on 360 images | averaged weights Acc@1 50.000 Loss 1.5000\n"
     ) in capsys.readouterr().out
     assert (run.summary["val_top1_percent"], run.summary["ema_top1_percent"]) == (40.0, 50.0)
 

@@ -170,9 +170,10 @@ class Reporter:
         seconds = time.perf_counter() - self._window_started
         epoch, steps = (state.step - 1) // self._plan.steps_per_epoch, self._plan.steps_per_epoch
         step_seconds, data_seconds = seconds / self._window_steps, self._window_data_seconds / self._window_steps
+        waiting = data_seconds / step_seconds
         lr = state.optimizer.param_groups[0]["lr"]
         line = (
-            f"Epoch: [{epoch}][{in_epoch:{len(str(steps))}}/{steps}] Time {step_seconds:.3f} Data {data_seconds:.3f} "
+            f"Epoch: [{epoch}][{in_epoch:{len(str(steps))}}/{steps}] Time {step_seconds:.3f} Data {data_seconds:.3f} ({waiting:.0%}) "
             f"Loss {window.loss:.4f} ({epoch_so_far.loss:.4f}) "
             f"Acc@1 {window.top1_percent:.2f} ({epoch_so_far.top1_percent:.2f}) "
             f"Acc@{self._k} {window.top5_percent:.2f} ({epoch_so_far.top5_percent:.2f}) lr {lr:.6g}"
@@ -183,7 +184,8 @@ class Reporter:
         self.say(line, console=self._progress is None)
         self._record(
             kind="train", epoch=epoch, step=state.step, lr=lr, loss=window.loss, top1_percent=window.top1_percent,
-            step_seconds=step_seconds, data_seconds=data_seconds, loss_scale=scale, skipped_updates=state.precision.skipped_updates,
+            step_seconds=step_seconds, data_seconds=data_seconds, data_share_percent=100 * waiting,
+            loss_scale=scale, skipped_updates=state.precision.skipped_updates,
         )  # fmt: skip
         self._reset_window()
 
