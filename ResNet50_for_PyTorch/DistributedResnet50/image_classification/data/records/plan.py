@@ -17,9 +17,9 @@ from image_classification.data.records.store import stored_bytes
 from mmcls.utils.errors import RequestError
 
 SPLITS = ("train", "val")
-SAMPLES = 256
+SAMPLES = 64
 """Pictures by which the size of all is estimated."""
-LEAST_SHARDS, LEAST_SHARD_BYTES = 64, 16 * 2**20
+LEAST_SHARDS, LEAST_SHARD_BYTES = 64, 4 * 2**20
 """A small data set is cut into up to so many shards of at least so many bytes, so that all processes have work."""
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from itertools import islice
 from typing import TypeVar
 
@@ -52,30 +52,33 @@ def run_tasks(
         BrokenProcessPool: a process was killed.
     """
     report = _Report(title, total, done)
-    with report.bar:
-        if workers == 1:
-            prepare_worker()
+    prepare_worker()
+    if workers == 1:
+        with report.bar:
             for task in tasks:
                 yield function(task, report.advance)
-            return
-        others = set(multiprocessing.active_children())
-        context = multiprocessing.get_context("spawn")
-        counter = context.Value("q", 0)
-        pool = ProcessPoolExecutor(workers, context, _start_process, (counter,))
-        try:
-            remaining = iter(tasks)
-            waiting = {_submit(pool, function, task) for task in islice(remaining, QUEUED_PER_WORKER * workers)}
+        return
+    others = set(multiprocessing.active_children())
+    # Forked, because a new interpreter would take seconds to import torch; before the bar starts its thread.
+    context = multiprocessing.get_context("fork")
+    counter = context.Value("q", 0)
+    pool = ProcessPoolExecutor(workers, context, _start_process, (counter,))
+    try:
+        remaining = iter(tasks)
+        waiting = {pool.submit(_call, function, task) for task in islice(remaining, QUEUED_PER_WORKER * workers)}
+        with report.bar:
             while waiting:
                 finished, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
                 report.update(done + counter.value)
-                waiting |= {_submit(pool, function, task) for task in islice(remaining, len(finished))}
+                waiting |= {pool.submit(_call, function, task) for task in islice(remaining, len(finished))}
                 for future in finished:
                     yield future.result()
-        finally:
-            # Those that still work are not waited for: what they were at is not complete and does not count.
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
+    finally:
+        # Those that still work are not waited for: what they were at is not complete and does not count.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+            process.join()
 
 
 def default_workers() -> int:
@@ -86,18 +89,10 @@ def default_workers() -> int:
 def _start_process(counter) -> None:
     global _counter
     _counter = counter
-    prepare_worker()
+    # Ctrl-C reaches every process of a terminal and the first one decides; it stops the others by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _submit(pool: ProcessPoolExecutor, function: Callable[[Task, Advance], Result], task: Task) -> Future:
-    # Ctrl-C reaches every process of a terminal and the first one decides. Processes are started here, and one that
-    # is started while the signal is ignored ignores it from its first moment on.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return pool.submit(_call, function, task)
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _end_with_parent() -> None:
