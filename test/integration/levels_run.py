@@ -28,7 +28,7 @@ def make_state(config: PrecisionConfig, device: torch.device) -> TrainState:
         module=module,
         model=module,
         precision=precision,
-        schedule=lambda step: 0.1 * min(1.0, (step + 1) / 10),
+        schedule=lambda step: 0.03 * min(1.0, (step + 1) / 5),
         label_smoothing=0.0,
         seed=0,
         device=device,

@@ -55,7 +55,7 @@ def test_thirty_steps_on_digits_lower_the_loss(seen, device, level, half):
     run = seen[device, level, half]
     losses = run["losses"]
     assert len(losses) == 30
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
     # The first scale, 65536, is too large for few networks: a handful of skips at most.
     assert run["skipped"] <= 5
     scaled = level in ("O1", "O2") and half == "float16"
