@@ -158,7 +158,7 @@ def _complete_data(
 ) -> tuple[TrainConfig, list[str]]:
     """Loader processes: what was asked, but not more than the cores that each rank has. Synthetic images: enough."""
     data, notes = config.data, []
-    if layout.kind == "folder":
+    if layout.kind in ("folder", "records"):
         asked, cores = (MAX_WORKERS if data.workers is None else data.workers), len(os.sched_getaffinity(0))
         data = replace(data, workers=min(asked, cores // num_ranks))
         notes.append(f"loader workers: {data.workers} per rank ({asked} asked, {cores} cores for {num_ranks} ranks)")
