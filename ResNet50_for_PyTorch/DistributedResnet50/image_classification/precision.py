@@ -141,6 +141,7 @@ class Precision:
         scale, factor, interval, _ = self.level.scaling
         if self.level.loss_scale != "dynamic":
             scale = self.level.loss_scale
+        self._scale_at_least = scale
         self._scaler = make_grad_scaler(
             device,
             scale,
@@ -228,11 +229,18 @@ class Precision:
         else:
             self._scaler.update()
         if self._updates == before:
-            if self.level.loss_scale == "dynamic" and self.loss_scale < self.level.scaling.smallest:
-                self._scaler.update(self.level.scaling.smallest)
+            self._keep_above_floor()
         elif self._pairs:
             short, masters = zip(*self._pairs, strict=True)
             torch._foreach_copy_(list(short), list(masters))
+
+    def _keep_above_floor(self) -> None:
+        """After an overflow. The device is read only where the scale, which grows unseen, may have come to the floor."""
+        if self.level.loss_scale == "dynamic":
+            self._scale_at_least /= self.level.scaling.factor
+            if self._scale_at_least < self.level.scaling.smallest:
+                self._scale_at_least = max(self.loss_scale, self.level.scaling.smallest)
+                self._scaler.update(self._scale_at_least)
 
     def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -266,6 +274,7 @@ class Precision:
 
     def _load_scale(self, state: dict) -> None:
         self._scaler.load_state_dict(self._scaler.state_dict() | state)
+        self._scale_at_least = state["scale"]
 
 
 class ApexPrecision(Precision):
