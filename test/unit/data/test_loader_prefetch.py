@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from image_classification.config import DataConfig
-from image_classification.data import ArrayDataset, EvalLoader, LoaderError, TrainLoader, explain_loader_failure
+from image_classification.data import ArrayDataset, EvalLoader, LoaderError, TrainLoader, explain_loader_failure, limits
 from image_classification.data import prefetch as prefetch_module
 from image_classification.data.prefetch import Prefetcher
+from image_classification.data.sources import FileSource
 
 CPU = torch.device("cpu")
 ONES = (1.0, 1.0, 1.0)
@@ -179,13 +180,15 @@ def test_dropping_or_closing_ends_the_thread():
     assert threads() == []
 
 
-def test_a_second_epoch_ends_the_first():
-    loader, alone = train_loader(Files(40)), train_loader(Files(40), prefetch=0)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_epoch_ends_the_first(workers):
+    loader, alone = train_loader(Files(40), workers=workers), train_loader(Files(40), prefetch=0)
     first = loader.epoch(0)
     next(first)
     assert same(list(loader.epoch(1)), list(alone.epoch(1)))
     first.close()
     assert threads() == []
+    loader.close()
 
 
 def test_twenty_short_epochs_never_stall():
@@ -260,3 +263,16 @@ def test_a_loader_process_that_dies_is_told(prefetch, number, reason):
     finally:
         loader.close()
     assert threads() == []
+
+
+def test_file_handles_are_not_underestimated():
+    """What a rank's two loaders open in this process, against what the check asks for."""
+    workers, before = 2, limits._open_handles()
+    sources = [FileSource(Files(40), 0, CPU, batch_size=2, workers=workers, timeout_seconds=60) for _ in range(2)]
+    indices = torch.arange(40).split(2)
+    for source in sources:
+        assert sum(len(labels) for _, labels in source.batches(0, indices, "epoch")) == 40
+    opened = limits._open_handles() - before
+    for source in sources:
+        source.close()
+    assert workers <= opened <= limits.NUM_LOADERS * workers * limits.HANDLES_PER_WORKER + limits.SPARE_HANDLES

@@ -12,9 +12,11 @@ PREFETCH_FACTOR = 2
 """Batches that each loader process works ahead."""
 SHARED_MEMORY = Path("/dev/shm")
 PAGE_BYTES = 4096
+NUM_LOADERS = 2
+"""Those of train/ and val/ of a rank; the processes and buffers of both stay while training runs."""
 TIGHT = 2.0
 """Below this multiple of the need there is a warning: other programs use the same memory."""
-HANDLES_PER_WORKER, HANDLES_PER_BATCH, SPARE_HANDLES = 8, 2, 32
+HANDLES_PER_WORKER, SPARE_HANDLES = 8, 32
 
 _DIED = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)? (?:is killed by signal: (.+?)\.|exited unexpectedly)"
@@ -29,11 +31,8 @@ class LoaderError(RuntimeError):
 def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, ...]:
     """Compares what the loader processes of this machine need with what it gives, before they are started.
 
-    A loader process hands its batches over in shared memory and keeps an open file for each tensor. Where a consumer
-    is slower than its loaders, all of them are ahead as far as they may, so the whole need must be there.
-
     Args:
-        workers: loader processes of a rank.
+        workers: loader processes of each of a rank's loaders.
         batch_bytes: images and labels of a batch.
         num_ranks: ranks of this machine.
 
@@ -45,15 +44,13 @@ def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, .
     """
     if workers == 0:
         return ()
-    # One batch is being read by the consumer, and one is held while the next is asked for.
-    batches = workers * PREFETCH_FACTOR + 2
-    warnings = []
+    batches, warnings = num_ranks * NUM_LOADERS * num_buffers(workers), []
     if SHARED_MEMORY.is_dir():
-        need = num_ranks * batches * (batch_bytes + HANDLES_PER_BATCH * PAGE_BYTES)
+        need = batches * batch_bytes + num_ranks * NUM_LOADERS * PAGE_BYTES
         status = os.statvfs(SHARED_MEMORY)
         free = status.f_bavail * status.f_frsize
         what = (
-            f"{SHARED_MEMORY} has {_megabytes(free)} free, {num_ranks * batches} batches of {_megabytes(batch_bytes)}"
+            f"{SHARED_MEMORY} has {_megabytes(free)} free, {batches} batches of {_megabytes(batch_bytes)}"
             f" for {_processes(workers, num_ranks)} take {_megabytes(need)}"
         )
         remedy = f"{_more_shared_memory(need)}, or fewer --workers"
@@ -61,7 +58,7 @@ def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, .
             raise RequestError(f"--workers={workers}", what, f"{remedy} (0 needs none)")
         if free < TIGHT * need:
             warnings.append(f"warning: {what}; that is tight: {remedy}")
-    handles = _open_handles() + workers * HANDLES_PER_WORKER + batches * HANDLES_PER_BATCH + SPARE_HANDLES
+    handles = _open_handles() + NUM_LOADERS * workers * HANDLES_PER_WORKER + SPARE_HANDLES
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < handles:
         # The shell may raise it up to the hard limit; above that only the machine's administrator.
@@ -72,6 +69,11 @@ def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, .
             f"{remedy}, or take fewer --workers",
         )
     return tuple(warnings)
+
+
+def num_buffers(workers: int) -> int:
+    """Batches that a loader has room for: what its processes work ahead, and the one that the consumer reads."""
+    return workers * PREFETCH_FACTOR + 1
 
 
 def _open_handles() -> int:
@@ -100,7 +102,7 @@ def explain_loader_failure(text: str) -> str | None:
     if "Too many open files" in text:
         return "too many open files; raise the limit by `ulimit -n 4096`, or take fewer --workers"
     if "shared memory(shm)" in text or "shared memory object" in text:
-        return f"a loader process found no room: {_shared_memory_line()}"
+        return f"no room for the batches of loader processes: {_shared_memory_line()}"
     return None
 
 

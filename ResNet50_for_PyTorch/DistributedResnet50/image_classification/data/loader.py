@@ -19,7 +19,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Images `[B, 3, S, S]` and labels `[B]`, int64."""
 
 PREFETCH_OF_FILES = 2
-LABEL_BYTES = 8
 
 
 def check_loaders(train: ArrayDataset | PictureDataset, config: DataConfig, num_ranks: int) -> tuple[str, ...]:
@@ -34,7 +33,7 @@ def check_loaders(train: ArrayDataset | PictureDataset, config: DataConfig, num_
     if isinstance(train, ArrayDataset):
         return ()
     batch_size = DECODE_BATCH if becomes_resident(train, config) else config.batch_size
-    return check_limits(config.workers or 0, batch_size * (3 * train.image_size**2 + LABEL_BYTES), num_ranks)
+    return check_limits(config.workers or 0, 3 * batch_size * train.image_size**2, num_ranks)
 
 
 class _Loader:
@@ -44,6 +43,7 @@ class _Loader:
         self,
         dataset: ArrayDataset | PictureDataset,
         config: DataConfig,
+        batch_size: int,
         seed: int,
         device: torch.device,
         memory_format: torch.memory_format,
@@ -61,14 +61,20 @@ class _Loader:
         if not isinstance(dataset, ArrayDataset):
             # The thread's consumer watches the clock itself.
             timeout_seconds = 0 if self._depth else config.data_timeout
-            self._source = FileSource(dataset, seed, device, config.workers or 0, timeout_seconds)
+            self._source = FileSource(
+                dataset,
+                seed,
+                device,
+                batch_size=batch_size,
+                workers=config.workers or 0,
+                timeout_seconds=timeout_seconds,
+            )
         self._to_input = InputTransform(dataset.mean, dataset.std, dataset.image_size, device, memory_format)
 
     def _ahead(self, batches: Iterator[Batch], phase: str) -> Iterator[Batch]:
         if self._depth == 0:
             yield from batches
             return
-        self._stop_thread()
         running = self._running = Prefetcher(
             batches, depth=self._depth, device=self._device, phase=phase, timeout_seconds=self._timeout_seconds
         )
@@ -131,7 +137,7 @@ class TrainLoader(_Loader):
         if becomes_resident(dataset, config):
             everything = torch.arange(len(dataset))
             dataset, bad_images = decode_all(dataset, everything, config, training=True, show_progress=rank == 0)
-        super().__init__(dataset, config, seed, device, memory_format)
+        super().__init__(dataset, config, micro_batch_size, seed, device, memory_format)
         self._source.bad_images.update(bad_images)
         self._num_images, self._image_size, self._cutout = len(dataset), dataset.image_size, config.cutout
         self._micro_batch_size, self._micro_batches_per_epoch = micro_batch_size, micro_batches_per_epoch
@@ -153,6 +159,7 @@ class TrainLoader(_Loader):
         )
         indices = list(torch.from_numpy(batches[first_micro_batch:]))
         phase = f"training epoch {epoch}"
+        self._stop_thread()
         raw = self._source.batches(epoch if augment else None, indices, phase)
         yield from self._ahead(self._inputs(raw, epoch, indices if augment else ()), phase)
 
@@ -197,7 +204,7 @@ class EvalLoader(_Loader):
         if becomes_resident(dataset, config):
             dataset, bad_images = decode_all(dataset, share, config, training=False, show_progress=rank == 0)
             share = torch.arange(len(dataset))
-        super().__init__(dataset, config, 0, device, memory_format)
+        super().__init__(dataset, config, batch_size, 0, device, memory_format)
         self._source.bad_images.update(bad_images)
         self._num_never_read = len(bad_images)
         self._indices = share.split(batch_size) if len(share) else ()
@@ -212,5 +219,6 @@ class EvalLoader(_Loader):
 
     def __iter__(self) -> Iterator[Batch]:
         phase = "validation"
+        self._stop_thread()
         raw = self._source.batches(None, self._indices, phase)
         yield from self._ahead(((self._to_input(images), labels) for images, labels in raw), phase)

@@ -95,7 +95,7 @@ class PictureDataset(Dataset):
         Raises:
             ImageReadError: a picture cannot be decoded and is not skipped, or ten others cannot be either.
         """
-        rng, errors = None, []
+        others, errors = None, []
         while True:
             try:
                 return self[index] if epoch is None else self.training_view(index, seed, epoch), errors
@@ -105,9 +105,11 @@ class PictureDataset(Dataset):
                     raise errors[0] from error
                 if self.split != "train":
                     return None, errors
-                # The draws of a picture that has no view are free to choose others by.
-                rng = rng or image_generator(seed, epoch or 0, index)
-                index = int(rng.integers(len(self)))
+                if others is None:
+                    # The draws of a picture that has no view are free to choose others by.
+                    rng = image_generator(seed, epoch or 0, index)
+                    others = iter(rng.integers(len(self), size=REPLACEMENT_ATTEMPTS).tolist())
+                index = next(others)
 
     def pixels(self, index: int) -> np.ndarray:
         """The whole picture, `[height, width, 3]`, uint8."""

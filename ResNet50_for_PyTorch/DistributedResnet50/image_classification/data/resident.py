@@ -60,11 +60,11 @@ def decode_all(
     labels = torch.empty(len(indices), dtype=torch.int64)
     chunks = indices.split(DECODE_BATCH) if len(indices) else ()
     cpu = torch.device("cpu")
-    source = FileSource(dataset, 0, cpu, config.workers or 0, 0)
+    source = FileSource(dataset, 0, cpu, batch_size=DECODE_BATCH, workers=config.workers or 0, timeout_seconds=0)
     phase = f"reading the {dataset.split} images"
-    batches = Prefetcher(
-        source.batches(None, chunks, phase), depth=2, device=cpu, phase=phase, timeout_seconds=config.data_timeout
-    )
+    # Copies, because some of them wait; the source uses its memory again.
+    copies = ((images.clone(), batch_labels) for images, batch_labels in source.batches(None, chunks, phase))
+    batches = Prefetcher(copies, depth=2, device=cpu, phase=phase, timeout_seconds=config.data_timeout)
     console = Console(file=sys.stdout)
     disable = not (show_progress and console.is_terminal)
     stopped = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from image_classification.data.arrays import ArrayDataset
@@ -17,6 +17,7 @@ from image_classification.data.limits import (
     LoaderError,
     dead_worker_line,
     explain_loader_failure,
+    num_buffers,
     stalled_line,
 )
 from image_classification.data.order import epoch_generator
@@ -72,9 +73,13 @@ def to_device(indices: Sequence[torch.Tensor], device: torch.device) -> Sequence
 class FileSource:
     """Batches of files, decoded by loader processes that live over the epochs.
 
+    The processes fill a few buffers of shared memory again and again. With fresh memory for each batch, as DataLoader
+    has it, a fifth of the time went to the system, which clears and maps its pages.
+
     Args:
         seed: of the augmentation.
         device: where the batches go.
+        batch_size: images of the largest batch.
         workers: loader processes, 0 for none.
         timeout_seconds: how long to wait for a batch of a loader process; 0 for ever.
 
@@ -83,19 +88,28 @@ class FileSource:
         num_left_out: how many pictures the latest batches lack because of that, so far.
     """
 
-    def __init__(self, dataset: PictureDataset, seed: int, device: torch.device, workers: int, timeout_seconds: float):
+    def __init__(
+        self,
+        dataset: PictureDataset,
+        seed: int,
+        device: torch.device,
+        *,
+        batch_size: int,
+        workers: int,
+        timeout_seconds: float,
+    ):
         self._device, self._timeout_seconds, self._hangs = device, timeout_seconds, False
         self.bad_images: dict[str, ImageReadError] = {}
         self.num_left_out, self._replaces = 0, dataset.split == "train"
-        self._keys: list[tuple[int | None, np.ndarray]] = []
+        self._buffers = _make_buffers(num_buffers(workers), batch_size, dataset.image_size, shared=workers > 0)
+        self._keys = _Keys()
         self._loader = DataLoader(
-            _FileBatches(dataset, seed),
+            _FileBatches(dataset, seed, self._buffers),
             batch_size=None,
             # Asked anew for each epoch, in this process: so the workers need not be told about it.
-            sampler=_Keys(self._keys),
+            sampler=self._keys,
             num_workers=workers,
             collate_fn=_unchanged,
-            pin_memory=device.type != "cpu",
             persistent_workers=workers > 0,
             prefetch_factor=PREFETCH_FACTOR if workers else None,
             timeout=timeout_seconds if workers else 0,
@@ -107,13 +121,14 @@ class FileSource:
     def batches(self, epoch: int | None, indices: Sequence[torch.Tensor], phase: str) -> Iterator[Batch]:
         """As ArraySource.batches; `phase` names them in errors.
 
+        On the CPU the images are a view of a buffer: they hold until the next batch is asked for.
+
         Raises:
             ImageReadError: a picture cannot be decoded.
             LoaderError: a loader process died, or no batch came in time.
         """
         self.num_left_out = 0
-        # As arrays: each tensor that goes to a process takes a file of shared memory.
-        self._keys[:] = [(epoch, chosen.numpy()) for chosen in indices]
+        self._keys.start(epoch, [chosen.numpy() for chosen in indices], len(self._buffers))
         # Not when the first batch is asked for: that may be in a thread, and a process that is forked beside the
         # work of the main thread can inherit a lock that nobody will ever release.
         return self._read(iter(self._loader), phase)
@@ -128,15 +143,16 @@ class FileSource:
                 return
             if isinstance(batch, ImageReadError):
                 raise batch
-            self.bad_images.update((error.path, error) for error in batch[2])
-            self.num_left_out += 0 if self._replaces else len(batch[2])
-            if not len(batch[1]):
-                continue
-            images = batch[0].to(self._device, non_blocking=True)
-            # Copied on the CPU too: else labels that somebody keeps hold a file of shared memory open.
-            labels = batch[1].to(self._device, non_blocking=True, copy=True)
-            del batch
-            yield images, labels
+            buffer, labels, errors = batch
+            self.bad_images.update((error.path, error) for error in errors)
+            self.num_left_out += 0 if self._replaces else len(errors)
+            if len(labels):
+                images = self._buffers[buffer, : len(labels)].permute(0, 3, 1, 2)
+                yield self._on_device(images), self._on_device(torch.from_numpy(labels))
+            self._keys.free.append(buffer)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _explained(self, error: Exception, phase: str) -> Exception:
         """The same failure in plain words, where it is one of the loader processes."""
@@ -171,52 +187,69 @@ class FileSource:
         iterator._shutdown_workers()
 
 
-_FileBatch = tuple[torch.Tensor, torch.Tensor, list[ImageReadError]]
-"""A batch, perhaps without the pictures of val/ that cannot be decoded, and those that could not be."""
+_FileBatch = tuple[int, np.ndarray, list[ImageReadError]]
+"""The number of the buffer whose first images are the batch, their labels, and the pictures that cannot be decoded."""
 
 
 class _Keys:
-    """What DataLoader takes for a sampler: the keys of the next epoch's batches."""
+    """What DataLoader takes for a sampler: for each batch of an epoch a free buffer, the epoch and image numbers.
 
-    def __init__(self, keys: list):
-        self._keys = keys
+    DataLoader asks for a key when it has a batch in its hands, so a buffer more than it works ahead is enough.
 
-    def __iter__(self):
-        return iter(self._keys)
+    Attributes:
+        free: the buffers that no batch is in.
+    """
+
+    def __init__(self):
+        self.free: list[int] = []
+        self._epoch, self._indices = None, []
+
+    def start(self, epoch: int | None, indices: list[np.ndarray], num_buffers: int) -> None:
+        self._epoch, self._indices = epoch, indices
+        # All of them: before the first key DataLoader waits for what its processes are still at.
+        self.free = list(range(num_buffers))
+
+    def __iter__(self) -> Iterator[tuple[int, int | None, np.ndarray]]:
+        for indices in self._indices:
+            yield self.free.pop(), self._epoch, indices
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._indices)
 
 
 class _FileBatches(Dataset):
-    """Maps (epoch or None for no augmentation, image indices) to a uint8 batch in channels-last order."""
+    """Maps (buffer, epoch or None for no augmentation, image indices) to a batch in that buffer."""
 
-    def __init__(self, dataset: PictureDataset, seed: int):
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: PictureDataset, seed: int, buffers: torch.Tensor):
+        self._dataset, self._seed, self._buffers = dataset, seed, buffers
 
-    def __getitem__(self, key: tuple[int | None, np.ndarray]) -> _FileBatch | ImageReadError:
-        epoch, indices = key
-        size = self._dataset.image_size
-        pixels = torch.empty((len(indices), size, size, 3), dtype=torch.uint8)
-        labels = torch.empty(len(indices), dtype=torch.int64)
-        if get_worker_info() is not None:
-            # Here a lack of shared memory is an error. DataLoader would move the batch there in a thread, where the
-            # same lack loses the batch, and the consumer would wait for it for ever.
-            pixels.share_memory_()
-            labels.share_memory_()
+    def __getitem__(self, key: tuple[int, int | None, np.ndarray]) -> _FileBatch | ImageReadError:
+        buffer, epoch, indices = key
         # Filled as arrays, which costs a third of what tensors do.
-        views, numbers, filled, bad = pixels.numpy(), labels.numpy(), 0, []
+        views, labels = self._buffers[buffer].numpy(), np.empty(len(indices), dtype=np.int64)
+        filled, bad = 0, []
         try:
             for index in indices.tolist():
                 sample, errors = self._dataset.sample(index, self._seed, epoch)
                 bad += errors
                 if sample is not None:
-                    views[filled], numbers[filled] = sample
+                    views[filled], labels[filled] = sample
                     filled += 1
         except ImageReadError as error:
             # Raised in the main process: DataLoader would wrap a worker's traceback around the text.
             return error
-        return pixels[:filled].permute(0, 3, 1, 2), labels[:filled], bad
+        return buffer, labels[:filled], bad
+
+
+def _make_buffers(count: int, batch_size: int, image_size: int, shared: bool) -> torch.Tensor:
+    """`[count, batch_size, image_size, image_size, 3]`, uint8."""
+    buffers = torch.empty((count, batch_size, image_size, image_size, 3), dtype=torch.uint8)
+    if shared:
+        try:
+            buffers.share_memory_()
+        except RuntimeError as error:
+            raise LoaderError(explain_loader_failure(str(error)) or str(error)) from error
+    return buffers
 
 
 def _unchanged(batch):
