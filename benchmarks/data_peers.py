@@ -90,7 +90,9 @@ def litdata_chunks(encoded: list[bytes], folder: Path, batch_size: int, size: in
 
     def run() -> None:
         dataset = Views(str(folder), shuffle=True)
-        loader = litdata.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=1, worker_init_fn=_start_worker)
+        loader = litdata.StreamingDataLoader(
+            dataset, batch_size=batch_size, num_workers=1, worker_init_fn=_start_worker
+        )
         count(loader, len(encoded))
 
     return run

@@ -1,16 +1,19 @@
 """A small network in a TrainState and a process group of one, for the tests of several modules."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from image_classification.cli import parse
 from image_classification.config import OptimConfig, PrecisionConfig
 from image_classification.optim import build_optimizer
 from image_classification.precision import make_precision
 from image_classification.resnet import build_resnet
 from image_classification.training import TrainState
+from mmcls.utils.errors import RequestError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,3 +59,33 @@ def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def values() -> Callable[..., dict]:
+    """Every option of a command line by its name, as parsed."""
+
+    def parsed(*argv: str) -> dict:
+        config, _ = parse(list(argv))
+        return {
+            item.name: getattr(section, item.name)
+            for section in (getattr(config, field.name) for field in dataclasses.fields(config))
+            for item in dataclasses.fields(section)
+        }
+
+    return parsed
+
+
+@pytest.fixture
+def refused() -> Callable[..., RequestError]:
+    """The error of a command line that is wrong."""
+
+    def error(*argv: str) -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            parse(list(argv))
+        assert caught.value.exit_status == 2
+        assert caught.value.remedy
+        assert "\n" not in str(caught.value)
+        return caught.value
+
+    return error

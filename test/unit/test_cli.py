@@ -10,25 +10,6 @@ from image_classification.config import TrainConfig
 from mmcls.utils.errors import RequestError
 
 
-def values(*argv):
-    """Every option by its name, as parsed."""
-    config, _ = parse(list(argv))
-    return {
-        item.name: getattr(section, item.name)
-        for section in (getattr(config, field.name) for field in dataclasses.fields(config))
-        for item in dataclasses.fields(section)
-    }
-
-
-def refused(*argv):
-    with pytest.raises(RequestError) as caught:
-        parse(list(argv))
-    assert caught.value.exit_status == 2
-    assert caught.value.remedy
-    assert "\n" not in str(caught.value)
-    return caught.value
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -85,7 +66,7 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("names", [LONG_NAMES, OTHER_NAMES], ids=["long", "other"])
-def test_names_that_users_know(names):
+def test_names_that_users_know(names, values):
     parsed = values(*(word for option in names for word in option.split()), "--schedule=step")
     assert {name: parsed[name] for name, _ in names.values()} == dict(names.values())
 
@@ -100,13 +81,13 @@ def test_names_that_users_know(names):
         (["--mixup=0.2", "--batch_size=1"], "--batch_size=1"),
     ],
 )
-def test_what_would_change_nothing_is_refused(argv, subject):
+def test_what_would_change_nothing_is_refused(argv, subject, values):
     with pytest.raises(RequestError) as caught:
         values(*argv)
     assert caught.value.subject == subject
 
 
-def test_addr_takes_the_port_of_the_environment(monkeypatch):
+def test_addr_takes_the_port_of_the_environment(monkeypatch, values):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert values("--addr=10.0.0.1")["dist_url"] == "tcp://10.0.0.1:29500"
     monkeypatch.setenv("MASTER_PORT", "41000")
@@ -127,15 +108,15 @@ def test_addr_takes_the_port_of_the_environment(monkeypatch):
         ([], False),
     ],
 )
-def test_a_flag_with_and_without_value(argv, value):
+def test_a_flag_with_and_without_value(argv, value, values):
     assert values("--pretrained=weights.pth", *argv)["evaluate"] is value
 
 
-def test_a_flag_does_not_swallow_the_next_option():
+def test_a_flag_does_not_swallow_the_next_option(values):
     assert values("--pretrained=w.pth", "-e", "--epochs", "3")["epochs"] == 3
 
 
-def test_the_help_is_printed_and_names_every_option(capsys):
+def test_the_help_is_printed_and_names_every_option(capsys, values):
     with pytest.raises(SystemExit) as caught:
         parse(["--epochs=3", "--help"])
     assert caught.value.code == 0
@@ -143,7 +124,7 @@ def test_the_help_is_printed_and_names_every_option(capsys):
     assert all(f"--{name}" in printed for name in values())
 
 
-def test_what_the_help_lists_is_taken(capsys):
+def test_what_the_help_lists_is_taken(capsys, values):
     with pytest.raises(SystemExit):
         parse(["--help"])
     words = (word.strip(",") for word in capsys.readouterr().out.split())
@@ -152,13 +133,13 @@ def test_what_the_help_lists_is_taken(capsys):
     assert all(values(option) for option in listed)
 
 
-def test_the_later_of_two_flags_wins():
+def test_the_later_of_two_flags_wins(values):
     assert values("--batch_size=4", "-b", "8", "--batch-size=6")["batch_size"] == 6
     assert values("--recipe=full", "--recipe=performance")["epochs"] == values("--recipe=performance")["epochs"]
     assert values("--data_path=/nonexistent", "--data=digits")["data_path"] == "digits"
 
 
-def test_precedence_default_recipe_command_line():
+def test_precedence_default_recipe_command_line(values):
     assert TrainConfig().schedule.epochs == 90
     assert values("--data_path=digits")["epochs"] == 16
     assert values("--data_path=digits", "--recipe=performance")["epochs"] == 2
@@ -183,7 +164,7 @@ def test_precedence_default_recipe_command_line():
         (["-x"], "-x", "--"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(argv, subject, nearest):
+def test_an_unknown_option_names_the_nearest(argv, subject, nearest, refused):
     error = refused(*argv)
     assert error.subject == subject
     assert error.problem == "unknown option"
@@ -222,7 +203,7 @@ def test_an_unknown_option_names_the_nearest(argv, subject, nearest):
         (["--data_path=/nonexistent"], "--data_path=/nonexistent", "digits"),
     ],
 )
-def test_a_wrong_value_names_the_flag_and_the_remedy(argv, subject, remedy):
+def test_a_wrong_value_names_the_flag_and_the_remedy(argv, subject, remedy, refused):
     error = refused(*argv)
     assert error.subject == subject
     assert remedy in error.remedy
@@ -252,7 +233,7 @@ def test_a_wrong_value_names_the_flag_and_the_remedy(argv, subject, remedy):
         "--power=0.0",
     ],
 )
-def test_numbers_have_limits(argument):
+def test_numbers_have_limits(argument, refused):
     error = refused(argument)
     assert error.subject == argument
     assert "must be" in error.problem
@@ -286,11 +267,11 @@ def test_every_number_has_a_limit():
         "--clip_grad_norm=inf",
     ],
 )
-def test_numbers_that_no_run_can_use(argument):
+def test_numbers_that_no_run_can_use(argument, refused):
     assert refused(argument).subject == argument
 
 
-def test_nesterov_needs_momentum():
+def test_nesterov_needs_momentum(refused):
     refused("--nesterov", "--momentum=0")
 
 
@@ -312,7 +293,7 @@ def test_nesterov_needs_momentum():
         (["--amp", "--opt_level=O1"], "O1"),
     ],
 )
-def test_the_names_of_the_level(argv, level):
+def test_the_names_of_the_level(argv, level, values):
     assert values(*argv)["opt_level"] == level
 
 
@@ -330,7 +311,7 @@ def test_the_names_of_the_level(argv, level):
         (["--dynamic_loss_scale", "--loss_scale=2"], "2"),
     ],
 )
-def test_the_names_of_the_loss_scale(argv, scale):
+def test_the_names_of_the_loss_scale(argv, scale, values):
     assert values("--amp", *argv, "--epochs=3")["loss_scale"] == scale
 
 
@@ -347,7 +328,7 @@ def test_the_names_of_the_loss_scale(argv, scale):
         (["--{}", "--no-{}"], False),
     ],
 )
-def test_options_that_are_undecided_unless_given(written, value):
+def test_options_that_are_undecided_unless_given(written, value, values):
     names = ("keep_batchnorm_fp32", "master-weights", "channels_last")
     parsed = values(*(word.format(name) for name in names for word in written), "--epochs=3")
     assert {parsed[name.replace("-", "_")] for name in names} == {value}
@@ -370,7 +351,7 @@ def test_options_that_are_undecided_unless_given(written, value):
         (["--half-type=bfloat16", "--amp_engine=torch"], {"half_type": "bfloat16", "amp_engine": "torch"}),
     ],
 )
-def test_techniques(argv, expected):
+def test_techniques(argv, expected, values):
     parsed = values(*argv)
     assert {name: parsed[name] for name in expected} == expected
 
@@ -384,13 +365,13 @@ def test_techniques(argv, expected):
         (["--no_augment_epochs=4", "--epochs=3"], "--no_augment_epochs=4", "3 epochs"),
     ],
 )
-def test_techniques_that_contradict_the_rest(argv, subject, text):
+def test_techniques_that_contradict_the_rest(argv, subject, text, refused):
     error = refused(*argv)
     assert error.subject == subject
     assert text in str(error)
 
 
-def test_the_rank_option_of_old_launchers(monkeypatch):
+def test_the_rank_option_of_old_launchers(monkeypatch, values, refused):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert values("--local_rank=3") == values("--local-rank", "3") == values()
     assert refused("--local_rank=2").subject == "--local_rank=2"
@@ -399,5 +380,5 @@ def test_the_rank_option_of_old_launchers(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["~nobody_of_this_name/x.pth", "x" * 300])
-def test_odd_paths_are_wrong_requests(path):
+def test_odd_paths_are_wrong_requests(path, refused):
     assert refused(f"--resume={path}").subject == f"--resume={path}"

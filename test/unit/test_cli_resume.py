@@ -8,23 +8,6 @@ import torch
 from image_classification.checkpoint import KEYS
 from image_classification.cli import parse
 from image_classification.config import PrecisionConfig, TrainConfig, to_plain
-from mmcls.utils.errors import RequestError
-
-
-def values(*argv):
-    """Every option by its name, as parsed."""
-    config, _ = parse(list(argv))
-    return {
-        item.name: getattr(section, item.name)
-        for section in (getattr(config, field.name) for field in dataclasses.fields(config))
-        for item in dataclasses.fields(section)
-    }
-
-
-def refused(*argv):
-    with pytest.raises(RequestError) as caught:
-        parse(list(argv))
-    return caught.value
 
 
 @pytest.fixture
@@ -43,20 +26,20 @@ def saved_run(tmp_path):
     return path
 
 
-def test_resume_takes_the_saved_configuration(saved_run):
+def test_resume_takes_the_saved_configuration(saved_run, values):
     resumed = values(f"--resume={saved_run}")
     assert (resumed["batch_size"], resumed["epochs"], resumed["milestones"]) == (7, 11, (4, 9))
     assert (resumed["data_path"], resumed["seed"], resumed["recipe"]) == ("synthetic", 5, "performance")
     assert resumed["resume"] == str(saved_run)
 
 
-def test_resume_takes_nothing_that_belongs_to_the_machine_or_the_command(saved_run):
+def test_resume_takes_nothing_that_belongs_to_the_machine_or_the_command(saved_run, values):
     resumed = values(f"--resume={saved_run}")
     assert (resumed["workers"], resumed["nproc_per_node"], resumed["device"]) == (None, None, "auto")
     assert (resumed["output_dir"], resumed["evaluate"]) == (None, False)
 
 
-def test_the_command_line_wins_over_the_saved_configuration(saved_run):
+def test_the_command_line_wins_over_the_saved_configuration(saved_run, values):
     resumed = values("--epochs=12", f"--resume={saved_run}", "--data_path=digits")
     assert (resumed["epochs"], resumed["data_path"], resumed["batch_size"]) == (12, "digits", 7)
 
@@ -99,7 +82,7 @@ def test_resume_takes_options_of_the_level_from_the_command_line(saved_o2_run):
     assert resumed == PrecisionConfig(opt_level="O1", loss_scale="8", amp_engine="torch", channels_last=False)
 
 
-def test_resume_of_a_file_from_before_an_option_takes_its_default(saved_run):
+def test_resume_of_a_file_from_before_an_option_takes_its_default(saved_run, values):
     contents = torch.load(saved_run)
     for section, name in (("precision", "amp_engine"), ("optim", "ema_decay"), ("model", "freeze")):
         del contents["config"][section][name]
@@ -109,14 +92,14 @@ def test_resume_of_a_file_from_before_an_option_takes_its_default(saved_run):
     assert resumed["batch_size"] == 7
 
 
-def test_resume_of_a_fine_tuning_run_needs_no_other_weights(saved_run):
+def test_resume_of_a_fine_tuning_run_needs_no_other_weights(saved_run, values):
     contents = torch.load(saved_run)
     contents["config"]["model"]["fine_tuning"] = True
     torch.save(contents, saved_run)
     assert values(f"--resume={saved_run}")["fine_tuning"] is True
 
 
-def test_resume_of_another_version_is_refused(saved_run):
+def test_resume_of_another_version_is_refused(saved_run, refused):
     contents = torch.load(saved_run)
     contents["config"]["optim"]["unheard_of"] = 1
     torch.save(contents, saved_run)
@@ -126,6 +109,6 @@ def test_resume_of_another_version_is_refused(saved_run):
 @pytest.mark.parametrize(
     "spoil", [lambda c: c | {"config": 3}, lambda c: c | {"config": {"model": 3}}, lambda c: c | {"config": {}}]
 )
-def test_resume_of_a_file_whose_configuration_is_none_is_refused(saved_run, spoil):
+def test_resume_of_a_file_whose_configuration_is_none_is_refused(saved_run, spoil, refused):
     torch.save(spoil(torch.load(saved_run)), saved_run)
     assert refused(f"--resume={saved_run}").subject == f"--resume={saved_run}"

@@ -11,7 +11,7 @@ from image_classification.data.datasets import Datasets, open_datasets
 from image_classification.data.decode import DecodeError, ImageReadError, Picture, read_file
 from image_classification.data.folder import FolderDataset, printable
 from image_classification.data.layouts import DataLayout
-from image_classification.data.records.processes import Advance, default_workers, run_tasks
+from image_classification.data.processes import Advance, default_workers, run_tasks
 from mmcls.utils.errors import RequestError
 
 CHUNK = 128

@@ -39,7 +39,7 @@ from image_classification.data.records.plan import (
     source_sha256,
     write_finished,
 )
-from image_classification.data.records.processes import Advance, run_tasks
+from image_classification.data.processes import Advance, run_tasks
 from image_classification.data.records.shards import Record, read_index, write_shard
 from image_classification.data.records.store import stored_bytes
 from mmcls.utils.errors import RequestError
