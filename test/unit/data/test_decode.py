@@ -88,6 +88,15 @@ def test_16_bit_grey_keeps_its_contrast(image_format):
     assert np.array_equal(ours, np.repeat((grey // 257).astype(np.uint8)[:, :, None], 3, axis=2))
 
 
+def test_fast_decoding_changes_colours_and_hardly_the_light():
+    data = encode(image(400, 300))
+    fast, exact = (Picture(data).pixels(fast=fast).astype(int) for fast in (True, False))
+    assert not np.array_equal(fast, exact) and np.array_equal(exact, pillow_rgb(data))
+    assert np.abs(fast - exact).mean() < 2
+    light = np.array([0.299, 0.587, 0.114])
+    assert np.abs((fast - exact) @ light).mean() < 0.5
+
+
 @pytest.mark.parametrize("reduction", [2, 4, 8])
 @pytest.mark.parametrize("size", [(400, 300), (333, 217)])
 def test_a_jpeg_is_decoded_at_a_fraction_of_its_size(reduction, size):

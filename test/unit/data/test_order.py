@@ -1,5 +1,6 @@
 """The order of the images: a pure function of (seed, epoch), shared out over ranks with nothing twice."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -131,6 +132,15 @@ def test_more_images_than_there_are():
 def test_left_out_images_change_with_the_epoch():
     left_out = {frozenset(epoch_order(0, epoch, 100)[96:]) for epoch in range(10)}
     assert len(left_out) > 5
+
+
+def test_an_image_draws_the_same_whatever_was_drawn_before():
+    draws = image_generator(5, 4, 3).random(4)
+    rng = image_generator(5, 4, 2)
+    rng.random(3), rng.integers(10, dtype=np.int32)  # both leave the generator with something at hand
+    assert np.array_equal(image_generator(5, 4, 3).random(4), draws)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(image_generator, 5, 4, 3).result() is not image_generator(5, 4, 3)
 
 
 def test_random_numbers_never_meet():

@@ -244,13 +244,20 @@ def test_missing_and_short_shards_are_found_before_training(packed):
         detect_layout(str(packed.out))
 
 
-@pytest.mark.parametrize("damage", ["cut", "no counts", "version"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "no counts", "version"])
 def test_damaged_manifest(packed, damage):
     path = packed.out / "manifest.json"
     text = path.read_text()
-    damaged = {"cut": text[:200], "no counts": text.replace("class_counts", "x"), "version": text.replace('"version": 1', '"version": 9')}  # fmt: skip
+    damaged = {"empty": "", "cut": text[:200], "no counts": text.replace("class_counts", "x"),
+               "version": text.replace('"version": 1', '"version": 9')}  # fmt: skip
     path.write_text(damaged[damage])
     with pytest.raises(RequestError, match="version 9" if damage == "version" else "is damaged"):
+        detect_layout(str(packed.out))
+
+
+def test_records_copied_without_their_manifest(packed):
+    (packed.out / "manifest.json").unlink()
+    with pytest.raises(RequestError, match=r"holds no manifest.json; .* copy it again"):
         detect_layout(str(packed.out))
 
 

@@ -61,7 +61,7 @@ def resample(picture: Picture, box: Box, size: int) -> np.ndarray:
 
 
 def resample_fast(picture: Picture, box: Box, size: int) -> np.ndarray:
-    """The same in half the time, 0.7 grey levels off in mean over photos: OpenCV averages areas where a side shrinks
+    """The same in half the time, 0.8 grey levels off in mean over photos: OpenCV averages areas where a side shrinks
     by `AREA_SHRINK` or more, else interpolates, on a picture decoded at a fraction of its size where the box allows.
 
     Edges are rounded to whole pixels of the decoded picture.

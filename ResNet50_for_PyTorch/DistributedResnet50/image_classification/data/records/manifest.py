@@ -109,7 +109,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():
         if (folder / UNFINISHED).is_dir():
             raise RequestError(subject, "packing it has not finished", "give the same pack command again to continue")
-        raise RequestError(subject, f"holds no {MANIFEST}", "give a folder that records pack has made")
+        raise RequestError(
+            subject, f"holds no {MANIFEST}", "give a folder that records pack has made, or copy it again"
+        )
     try:
         # Names of any bytes are escaped in JSON, so the file itself is ASCII.
         content = json.loads(path.read_text(encoding="ascii"))
@@ -126,7 +128,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def is_records_folder(folder: Path) -> bool:
     """Whether a folder holds records, complete or not; not whether they are whole."""
-    return (folder / UNFINISHED / "plan.json").exists() or _claims_to_be_ours(folder / MANIFEST)
+    begun = folder / UNFINISHED / "plan.json", folder / index_file("train")
+    return any(map(Path.exists, begun)) or _claims_to_be_ours(folder / MANIFEST)
 
 
 def write_json(path: Path, content: object) -> None:
