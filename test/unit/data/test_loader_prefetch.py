@@ -1,11 +1,14 @@
 """Batches made ahead: the same ones, errors where they belong, and nothing left behind."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,6 +266,22 @@ def test_a_loader_process_that_dies_is_told(prefetch, number, reason):
     finally:
         loader.close()
     assert threads() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks them")
+def test_loader_processes_are_forked_in_a_rank_that_was_spawned():
+    """The launcher spawns ranks, whose processes would be spawned in turn: 250 MB and a start of seconds for each."""
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        loader = train_loader(Files(12), workers=1)
+        assert len(list(loader.epoch(0))) == 3
+        (worker,) = loader._source._loader._iterator._workers
+        command = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (worker.pid, os.getpid())]
+        assert command[0] == command[1]
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
+        loader.close()
 
 
 def test_file_handles_are_not_underestimated():

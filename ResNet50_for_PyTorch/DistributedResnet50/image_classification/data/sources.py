@@ -1,6 +1,7 @@
 """Where the loaders take uint8 batches from: images that are all in memory, or files that loader processes decode."""
 
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -22,6 +23,10 @@ from image_classification.data.limits import (
 )
 from image_classification.data.order import epoch_generator
 from image_classification.data.pictures import PictureDataset
+
+# A rank that was spawned would spawn its loader processes too: each would import torch, for seconds and 200 MB, and hold
+# a copy of the data set's names. Elsewhere than on Linux the system's own libraries may not survive a fork.
+LOADER_START = "fork" if sys.platform == "linux" else None
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images `[B, 3, H, W]`, uint8 and channels-last in memory, and labels `[B]`, int64, both on the device."""
@@ -109,6 +114,7 @@ class FileSource:
             # Asked anew for each epoch, in this process: so the workers need not be told about it.
             sampler=self._keys,
             num_workers=workers,
+            multiprocessing_context=LOADER_START if workers else None,
             collate_fn=_unchanged,
             persistent_workers=workers > 0,
             prefetch_factor=PREFETCH_FACTOR if workers else None,
