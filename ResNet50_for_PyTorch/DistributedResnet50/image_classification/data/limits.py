@@ -33,7 +33,7 @@ def check_limits(workers: int, batch_bytes: int, num_ranks: int) -> tuple[str, .
 
     Args:
         workers: loader processes of each of a rank's loaders.
-        batch_bytes: images and labels of a batch.
+        batch_bytes: images of a batch.
         num_ranks: ranks of this machine.
 
     Returns:
