@@ -208,10 +208,13 @@ def test_workers_change_nothing_and_live_until_close(files):
     first = joined(loader.epoch(0))
     pids = worker_pids(loader)
     assert same(first, joined(alone.epoch(0)))
-    # An epoch that is left early does not leak into the next one.
+    assert same(joined(loader.epoch(1)), joined(alone.epoch(1)))
+    assert worker_pids(loader) == pids and all(map(is_running, pids))
+    # An epoch that is left early does not leak into the next one, which has processes of its own.
     next(loader.epoch(1))
     assert same(joined(loader.epoch(2, first_micro_batch=1)), joined(alone.epoch(2, first_micro_batch=1)))
-    assert worker_pids(loader) == pids and all(map(is_running, pids))
+    assert not any(map(is_running, pids))
+    pids = worker_pids(loader)
     loader.close()
     assert not any(map(is_running, pids))
     loader.close()

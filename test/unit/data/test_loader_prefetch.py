@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from image_classification.config import DataConfig
 from image_classification.data import ArrayDataset, EvalLoader, LoaderError, TrainLoader, explain_loader_failure, limits
 from image_classification.data import prefetch as prefetch_module
+from image_classification.data.order import epoch_order
 from image_classification.data.prefetch import Prefetcher
 from image_classification.data.sources import FileSource
 
@@ -192,6 +193,42 @@ def test_a_second_epoch_ends_the_first(workers):
     first.close()
     assert threads() == []
     loader.close()
+
+
+def test_an_epoch_left_inside_a_batch_does_not_write_into_the_next(monkeypatch):
+    """Without loader processes the thread that is left behind goes on reading."""
+    monkeypatch.setattr(prefetch_module, "PATIENCE_SECONDS", 0.01)
+    loader, alone = train_loader(Files(24, lambda _: time.sleep(0.02))), train_loader(Files(24), prefetch=0)
+    for epoch in range(3):
+        left = loader.epoch(epoch)
+        next(left)
+        left.close()
+        assert same(list(loader.epoch(epoch + 1)), list(alone.epoch(epoch + 1)))
+    wait_for(lambda: not threads())
+
+
+def test_a_loader_process_that_hangs_in_an_epoch_that_is_left_does_not_hold_up_the_next():
+    fifth_batch = epoch_order(0, 0, 40)[16:20]
+    loader = train_loader(Files(40, HangsOnce(fifth_batch)), workers=2, data_timeout=30)
+    try:
+        left = loader.epoch(0)
+        next(left)
+        left.close()
+        assert same(list(loader.epoch(1)), list(train_loader(Files(40), prefetch=0).epoch(1)))
+    finally:
+        loader.close()
+
+
+class HangsOnce:
+    """Sleeps at the first of these images that any process reads."""
+
+    def __init__(self, images):
+        self._images, self._hung = set(images.tolist()), multiprocessing.get_context("fork").Value("b", 0)
+
+    def __call__(self, index):
+        if index in self._images and not self._hung.value:
+            self._hung.value = 1
+            time.sleep(3600)
 
 
 def test_twenty_short_epochs_never_stall():

@@ -1,6 +1,7 @@
 """What becomes of one picture when it is packed: its own bytes, or a reduced JPEG that shows the same."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -64,6 +65,18 @@ def test_16_bit_grey_keeps_its_contrast():
     Image.fromarray(grey).save(file, "PNG")
     pixels = Picture(stored_bytes(file.getvalue(), StoreOptions(resize_short=64))).pixels()
     assert pixels.min() < 4 and pixels.max() > 251 and 120 < pixels.mean() < 135
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [(2, b"6"), (7, b"6"), (11, struct.pack("<f", 6.5)), (4, struct.pack("<I", 70_000)), (9, b"\xff" * 4)],
+)
+def test_an_exif_orientation_that_is_none_is_upright(kind, value):
+    """Text, undefined bytes, a fraction, a number too large and one below zero, as EXIF numbers its types."""
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI4sI", 1, 0x0112, kind, 1, value, 0)
+    stored = stored_bytes(jpeg((80, 60), exif=exif), StoreOptions(resize_short=40))
+    with Image.open(io.BytesIO(stored)) as image:
+        assert image.size == (53, 40) and image.getexif().get(0x0112) == 1
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])

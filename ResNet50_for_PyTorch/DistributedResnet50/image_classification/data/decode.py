@@ -25,7 +25,7 @@ _REDUCTIONS = (8, 4, 2)
 """Fractions of the size at which libjpeg-turbo decodes for less work."""
 _LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 """Warnings of libjpeg after which part of the picture is grey or noise."""
-_EXIF_ORIENTATION = 0x0112
+EXIF_ORIENTATION = 0x0112
 
 
 class DecodeError(ValueError):
@@ -73,7 +73,7 @@ class Picture:
             self.height, self.width = self._pixels.shape[:2]
             return
         if exif_rotation:
-            self._orientation = _jpeg_orientation(data)
+            self._orientation = exif_orientation(data)
         self.height, self.width = self._stored_shape if self._orientation < 5 else self._stored_shape[::-1]
 
     def pixels(self, reduction: int = 1, fast: bool = False) -> np.ndarray:
@@ -184,12 +184,15 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or text or type(error).__name__
 
 
-def _jpeg_orientation(data: bytes) -> int:
-    """The EXIF orientation, 1 to 8; 1, upright, where there is none or it cannot be read."""
-    with suppress(Exception):  # as in _decode_by_pillow; the picture itself may be whole
-        with Image.open(io.BytesIO(data)) as image:
-            orientation = image.getexif().get(_EXIF_ORIENTATION)
-        return orientation if orientation in range(1, 9) else 1
+def exif_orientation(data: bytes) -> int:
+    """The EXIF orientation of a picture, 1 to 8; 1, upright, where there is none or it cannot be read."""
+    with suppress(Exception), Image.open(io.BytesIO(data)) as image:  # as in _decode_by_pillow; it may be whole
+        if image.format == "TIFF":
+            # Pillow turns these when it decodes them, and then says that they are upright.
+            image.load()
+        orientation = image.getexif().get(EXIF_ORIENTATION)
+        if orientation in range(1, 9):
+            return int(orientation)
     return 1
 
 

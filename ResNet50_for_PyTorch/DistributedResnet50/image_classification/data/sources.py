@@ -106,10 +106,10 @@ class FileSource:
         self._device, self._timeout_seconds, self._hangs = device, timeout_seconds, False
         self.bad_images: dict[str, ImageReadError] = {}
         self.num_left_out, self._replaces = 0, dataset.split == "train"
-        self._buffers = _make_buffers(num_buffers(workers), batch_size, dataset.image_size, shared=workers > 0)
-        self._keys = _Keys()
+        self._workers, self._keys, self._all_read = workers, _Keys(), True
+        self._files = _FileBatches(dataset, seed, _make_buffers(workers, batch_size, dataset.image_size))
         self._loader = DataLoader(
-            _FileBatches(dataset, seed, self._buffers),
+            self._files,
             batch_size=None,
             # Asked anew for each epoch, in this process: so the workers need not be told about it.
             sampler=self._keys,
@@ -134,18 +134,31 @@ class FileSource:
             LoaderError: a loader process died, or no batch came in time.
         """
         self.num_left_out = 0
-        self._keys.start(epoch, [chosen.numpy() for chosen in indices], len(self._buffers))
-        # Not when the first batch is asked for: that may be in a thread, and a process that is forked beside the
-        # work of the main thread can inherit a lock that nobody will ever release.
-        return self._read(iter(self._loader), phase)
+        if not self._all_read:
+            # Its processes would have to finish what they are at, and one of them may hang.
+            self.close(at_once=True)
+        self._all_read = False
+        if self._workers == 0:
+            # A thread that an earlier epoch had to leave in the middle of a batch still writes into its buffer.
+            self._files.buffers = torch.empty_like(self._files.buffers)
+        buffers = self._files.buffers
+        free = self._keys.start(epoch, [chosen.numpy() for chosen in indices], len(buffers))
+        try:
+            # Not when the first batch is asked for: that may be in a thread, and a process that is forked beside the
+            # work of the main thread can inherit a lock that nobody will ever release.
+            iterator = iter(self._loader)
+        except Exception as error:  # a process has died since the last epoch
+            raise self._explained(error, phase) from error
+        return self._read(iterator, buffers, free, phase)
 
-    def _read(self, iterator: Iterator, phase: str) -> Iterator[Batch]:
+    def _read(self, iterator: Iterator, buffers: torch.Tensor, free: list[int], phase: str) -> Iterator[Batch]:
         while True:
             try:
                 batch = next(iterator, None)
             except Exception as error:  # what a dead process leaves half-sent can fail in any way
                 raise self._explained(error, phase) from error
             if batch is None:
+                self._all_read = True
                 return
             if isinstance(batch, ImageReadError):
                 raise batch
@@ -153,9 +166,9 @@ class FileSource:
             self.bad_images.update((error.path, error) for error in errors)
             self.num_left_out += 0 if self._replaces else len(errors)
             if len(labels):
-                images = self._buffers[buffer, : len(labels)].permute(0, 3, 1, 2)
+                images = buffers[buffer, : len(labels)].permute(0, 3, 1, 2)
                 yield self._on_device(images), self._on_device(torch.from_numpy(labels))
-            self._keys.free.append(buffer)
+            free.append(buffer)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
@@ -201,38 +214,32 @@ class _Keys:
     """What DataLoader takes for a sampler: for each batch of an epoch a free buffer, the epoch and image numbers.
 
     DataLoader asks for a key when it has a batch in its hands, so a buffer more than it works ahead is enough.
-
-    Attributes:
-        free: the buffers that no batch is in.
     """
 
-    def __init__(self):
-        self.free: list[int] = []
-        self._epoch, self._indices = None, []
+    def start(self, epoch: int | None, indices: list[np.ndarray], buffers: int) -> list[int]:
+        """Says what the next epoch is; returns the list of its free buffers, to which each that was read goes back.
 
-    def start(self, epoch: int | None, indices: list[np.ndarray], num_buffers: int) -> None:
-        self._epoch, self._indices = epoch, indices
-        # All of them: before the first key DataLoader waits for what its processes are still at.
-        self.free = list(range(num_buffers))
+        All are free: before the first key DataLoader waits for what its processes are still at.
+        """
+        self._epoch, self._indices, self._free = epoch, indices, list(range(buffers))
+        return self._free
 
     def __iter__(self) -> Iterator[tuple[int, int | None, np.ndarray]]:
-        for indices in self._indices:
-            yield self.free.pop(), self._epoch, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
+        # Its own list of buffers: an epoch that was left takes none of the next one's.
+        free, epoch = self._free, self._epoch
+        return ((free.pop(), epoch, indices) for indices in self._indices)
 
 
 class _FileBatches(Dataset):
     """Maps (buffer, epoch or None for no augmentation, image indices) to a batch in that buffer."""
 
     def __init__(self, dataset: PictureDataset, seed: int, buffers: torch.Tensor):
-        self._dataset, self._seed, self._buffers = dataset, seed, buffers
+        self._dataset, self._seed, self.buffers = dataset, seed, buffers
 
     def __getitem__(self, key: tuple[int, int | None, np.ndarray]) -> _FileBatch | ImageReadError:
         buffer, epoch, indices = key
         # Filled as arrays, which costs a third of what tensors do.
-        views, labels = self._buffers[buffer].numpy(), np.empty(len(indices), dtype=np.int64)
+        views, labels = self.buffers[buffer].numpy(), np.empty(len(indices), dtype=np.int64)
         filled, bad = 0, []
         try:
             for index in indices.tolist():
@@ -247,10 +254,10 @@ class _FileBatches(Dataset):
         return buffer, labels[:filled], bad
 
 
-def _make_buffers(count: int, batch_size: int, image_size: int, shared: bool) -> torch.Tensor:
-    """`[count, batch_size, image_size, image_size, 3]`, uint8."""
-    buffers = torch.empty((count, batch_size, image_size, image_size, 3), dtype=torch.uint8)
-    if shared:
+def _make_buffers(workers: int, batch_size: int, image_size: int) -> torch.Tensor:
+    """`[buffers, batch_size, image_size, image_size, 3]`, uint8, in shared memory where there are loader processes."""
+    buffers = torch.empty((num_buffers(workers), batch_size, image_size, image_size, 3), dtype=torch.uint8)
+    if workers:
         try:
             buffers.share_memory_()
         except RuntimeError as error:

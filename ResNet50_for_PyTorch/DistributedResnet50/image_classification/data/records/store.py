@@ -1,16 +1,13 @@
 """What becomes of one picture when it is packed."""
 
 import io
-from contextlib import suppress
 
 import cv2
 import numpy as np
 from PIL import Image
 
-from image_classification.data.decode import Picture
+from image_classification.data.decode import EXIF_ORIENTATION, Picture, exif_orientation
 from image_classification.data.records.manifest import StoreOptions
-
-_EXIF_ORIENTATION = 0x0112
 
 
 def stored_bytes(data: bytes, options: StoreOptions) -> bytes:
@@ -30,7 +27,7 @@ def stored_bytes(data: bytes, options: StoreOptions) -> bytes:
     size = tuple(max(1, round(side * scale)) for side in (picture.width, picture.height))
     reduced = cv2.resize(np.ascontiguousarray(pixels), size, interpolation=cv2.INTER_AREA)
     exif = Image.Exif()
-    exif[_EXIF_ORIENTATION] = _orientation(data)
+    exif[EXIF_ORIENTATION] = exif_orientation(data)
     encoded = io.BytesIO()
     Image.fromarray(reduced).save(encoded, "JPEG", quality=options.quality, exif=exif)
     return encoded.getvalue()
@@ -42,14 +39,3 @@ def _scale(width: int, height: int, options: StoreOptions) -> float:
     if options.max_side is not None:
         return options.max_side / max(width, height)
     return 1.0
-
-
-def _orientation(data: bytes) -> int:
-    """The EXIF orientation of a decoded picture; 1, upright, where there is none or it cannot be read."""
-    # Pillow raises whatever broken tags lead it into; the picture itself is whole.
-    with suppress(Exception), Image.open(io.BytesIO(data)) as image:
-        if image.format == "TIFF":
-            # Pillow turns these when it decodes them, and then says that they are upright.
-            image.load()
-        return image.getexif().get(_EXIF_ORIENTATION, 1)
-    return 1
