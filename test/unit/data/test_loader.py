@@ -220,6 +220,20 @@ def test_workers_change_nothing_and_live_until_close(files):
     loader.close()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_workers_live_on_where_training_takes_exactly_its_batches(files, prefetch):
+    """It never asks for one more, so no iterator ends by itself."""
+    loader = train_loader(files.train, 4, 6, workers=1, prefetch=prefetch)
+    pids = set()
+    for epoch in range(3):
+        batches = loader.epoch(epoch)
+        for _ in range(6):
+            next(batches)
+        pids.update(worker_pids(loader))
+    assert len(pids) == 1
+    loader.close()
+
+
 def test_interrupt_leaves_workers_to_the_rank(files):
     loader = eval_loader(files.val, 2, workers=1)
     first = joined(loader)

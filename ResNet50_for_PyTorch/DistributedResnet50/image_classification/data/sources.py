@@ -137,7 +137,7 @@ class FileSource:
         if not self._all_read:
             # Its processes would have to finish what they are at, and one of them may hang.
             self.close(at_once=True)
-        self._all_read = False
+        self._all_read = len(indices) == 0
         if self._workers == 0:
             # A thread that an earlier epoch had to leave in the middle of a batch still writes into its buffer.
             self._files.buffers = torch.empty_like(self._files.buffers)
@@ -149,17 +149,21 @@ class FileSource:
             iterator = iter(self._loader)
         except Exception as error:  # a process has died since the last epoch
             raise self._explained(error, phase) from error
-        return self._read(iterator, buffers, free, phase)
+        return self._read(iterator, len(indices), buffers, free, phase)
 
-    def _read(self, iterator: Iterator, buffers: torch.Tensor, free: list[int], phase: str) -> Iterator[Batch]:
+    def _read(
+        self, iterator: Iterator, num_batches: int, buffers: torch.Tensor, free: list[int], phase: str
+    ) -> Iterator[Batch]:
         while True:
             try:
                 batch = next(iterator, None)
             except Exception as error:  # what a dead process leaves half-sent can fail in any way
                 raise self._explained(error, phase) from error
             if batch is None:
-                self._all_read = True
                 return
+            num_batches -= 1
+            # Not where the iterator ends: training takes its last batch and asks no more.
+            self._all_read = num_batches == 0
             if isinstance(batch, ImageReadError):
                 raise batch
             buffer, labels, errors = batch

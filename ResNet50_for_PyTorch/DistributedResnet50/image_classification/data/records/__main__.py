@@ -13,9 +13,9 @@ from typing import NoReturn
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from image_classification.data.layouts import absolute_path
+from image_classification.data.processes import default_workers
 from image_classification.data.records.manifest import BAD_FILES, Manifest, SplitEntry, StoreOptions, read_manifest
 from image_classification.data.records.pack import CONTINUE, pack
-from image_classification.data.processes import default_workers
 from image_classification.data.records.verify import verify
 from mmcls.utils.errors import RequestError
 

@@ -15,6 +15,7 @@ import numpy as np
 from image_classification.data.decode import DecodeError, read_file
 from image_classification.data.folder import FolderDataset, scan_folders, shorten
 from image_classification.data.layouts import absolute_path, detect_layout
+from image_classification.data.processes import Advance, run_tasks
 from image_classification.data.records.index import file_sha256
 from image_classification.data.records.manifest import (
     BAD_FILES,
@@ -39,7 +40,6 @@ from image_classification.data.records.plan import (
     source_sha256,
     write_finished,
 )
-from image_classification.data.processes import Advance, run_tasks
 from image_classification.data.records.shards import Record, read_index, write_shard
 from image_classification.data.records.store import stored_bytes
 from mmcls.utils.errors import RequestError

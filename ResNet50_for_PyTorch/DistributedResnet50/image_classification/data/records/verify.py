@@ -10,9 +10,9 @@ import numpy as np
 from image_classification.data.decode import DecodeError, Picture
 from image_classification.data.folder import shorten
 from image_classification.data.layouts import absolute_path
+from image_classification.data.processes import Advance, run_tasks
 from image_classification.data.records.index import file_sha256, read_image
 from image_classification.data.records.manifest import Manifest, ShardEntry, SplitEntry, index_file, read_manifest
-from image_classification.data.processes import Advance, run_tasks
 from image_classification.data.records.shards import read_index
 from mmcls.utils.errors import RequestError
 
